@@ -1,0 +1,6 @@
+"""ReplaySSM: decode hybrid language models without rewriting their recurrent state at every token."""
+
+from replayssm.config import ReplayConfig
+
+__version__ = "0.1.0"
+__all__ = ["ReplayConfig", "__version__"]

@@ -1,0 +1,71 @@
+"""The one option object of the library.
+
+Options are frozen, checked once at construction, and every refusal says what was expected, what was
+given and what to do instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replayssm.state.formats import FORMATS
+
+MAX_WINDOW = 64
+MAX_VERIFY_LEN = 16
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """How the recurrent state of a sequence is kept and replayed.
+
+    Args:
+        window: most committed records before a flush is due, 1..64. 1 is the ordinary per-token form.
+        verify_len: most new tokens of a row in one step (1 + drafts), 1..min(window, 16).
+        checkpoint_format: storage format of the checkpoint, a name in `state.formats.FORMATS`.
+        read_format: storage format of the read copy, or None when outputs read the checkpoint itself.
+        carry_history: keep enough convolution inputs to reach back to any record of the ring, which
+            `materialize` and `fork` to an earlier point need.
+        stagger: give each acquired slot its own phase for its first flush, so that a batch that starts
+            together does not flush together.
+
+    Raises:
+        ValueError: a value is out of range, or two values contradict each other.
+    """
+
+    window: int = 16
+    verify_len: int = 1
+    checkpoint_format: str = "fp32"
+    read_format: str | None = None
+    carry_history: bool = False
+    stagger: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("window", "verify_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an int, got {value!r}")
+        if not 1 <= self.window <= MAX_WINDOW:
+            raise ValueError(f"window must be in 1..{MAX_WINDOW}, got {self.window}")
+        if not 1 <= self.verify_len <= MAX_VERIFY_LEN:
+            raise ValueError(f"verify_len must be in 1..{MAX_VERIFY_LEN}, got {self.verify_len}")
+        if self.verify_len > self.window:
+            raise ValueError(
+                f"verify_len {self.verify_len} is larger than window {self.window}: a step's tokens must fit in an "
+                f"empty window; raise window to at least {self.verify_len} or lower verify_len"
+            )
+        for name in ("checkpoint_format", "read_format"):
+            value = getattr(self, name)
+            if value is None and name == "read_format":
+                continue
+            if value not in FORMATS:
+                raise ValueError(f"{name} must be one of {', '.join(FORMATS)}, got {value!r}")
+        if self.read_format is not None:
+            read, checkpoint = FORMATS[self.read_format], FORMATS[self.checkpoint_format]
+            if read.bits_per_element >= checkpoint.bits_per_element:
+                raise ValueError(
+                    f"read_format {self.read_format} is not smaller than checkpoint_format {self.checkpoint_format}: "
+                    "a second copy would only add memory; leave read_format out"
+                )
+        for name in ("carry_history", "stagger"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -1,0 +1,97 @@
+"""The arithmetic of a window, without slots, rings or cursors.
+
+B rows, R records, T tokens, H state heads, G key heads, C decay channels (1 or N). Everything is in the compute dtype
+and already masked: an absent record has k = 0, u = 0 and log_decay = 0 and so contributes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from replayssm.recurrences.base import Geometry
+
+
+def path_sums(log_decay: Tensor) -> Tensor:
+    """Running sums G [B, R, H, C] of log_decay, in fp64.
+
+    A strong decay early in the window makes G large; in fp32 a later difference G_t - G_j would carry its absolute
+    rounding error (6e-6 at G = -100), which exp turns into a relative one.
+    """
+    return log_decay.double().cumsum(1)
+
+
+def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(G_t - G_j) [B, T, R, H, C] where token t sees record j, else 0.
+
+    The exponent is masked, not the product: beyond the path it is positive and may overflow.
+
+    Args:
+        later: path sums of the tokens [B, T, H, C], fp64.
+        earlier: path sums of the records [B, R, H, C], fp64.
+        reaches: bool [T, R], or [B, T, R].
+        dtype: of the result.
+    """
+    exponent = later.unsqueeze(2) - earlier.unsqueeze(1)
+    return torch.where(reaches[..., None, None], exponent, -torch.inf).to(dtype).exp()
+
+
+def products(probe: Tensor, key: Tensor, decay: Tensor, geometry: Geometry) -> Tensor:
+    """sum_c key_jc decay_tjc probe_tc: [B, T, R, H].
+
+    Args:
+        probe: [B, T, G, N].
+        key: [B, R, G, N].
+        decay: [B, T, R, H, C].
+    """
+    if decay.shape[-1] == 1:
+        dots = torch.einsum("btgn,brgn->btrg", probe, key)  # shared by the heads of a group
+        return geometry.expand_heads(dots, 3) * decay.squeeze(-1)
+    probe, key = geometry.expand_heads(probe, 2), geometry.expand_heads(key, 2)
+    return torch.einsum("bthn,brhn,btrhn->btrh", probe, key, decay)
+
+
+def read_state(state: Tensor, probe: Tensor, decay: Tensor, geometry: Geometry) -> Tensor:
+    """(diag(decay_t) S)^T probe_t: [B, T, H, P].
+
+    Args:
+        state: [B, H, N, P].
+        probe: [B, T, G, N].
+        decay: [B, T, H, C], exp of the whole path since the checkpoint.
+    """
+    scaled = geometry.expand_heads(probe, 2) * decay
+    return torch.einsum("bhnp,bthn->bthp", state, scaled)
+
+
+def solve(rate: Tensor, error: Tensor, overlap: Tensor) -> Tensor:
+    """Write vectors of T delta-rule tokens: (I + diag(rate) A) U = diag(rate) error, by forward substitution.
+
+    Inverting by doubling is shorter to write and loses all digits on correlated keys (docs/numerics.md).
+
+    Args:
+        rate: [B, T, H].
+        error: target minus what checkpoint and history answer, [B, T, H, P].
+        overlap: A [B, T, T, H]; only the strictly lower part is read.
+    """
+    u = torch.zeros_like(error)
+    for t in range(error.shape[1]):
+        earlier = torch.einsum("bjh,bjhp->bhp", overlap[:, t, :t], u[:, :t])
+        u[:, t] = rate[:, t].unsqueeze(-1) * (error[:, t] - earlier)
+    return u
+
+
+def fold(state: Tensor, key: Tensor, u: Tensor, log_decay: Tensor, geometry: Geometry) -> Tensor:
+    """The state after R records: exp(G_R) S + sum_j exp(G_R - G_j) k_j u_j^T, [B, H, N, P].
+
+    Args:
+        state: [B, H, N, P].
+        key: [B, R, G, N].
+        u: [B, R, H, P].
+        log_decay: [B, R, H, C].
+    """
+    sums = path_sums(log_decay)
+    total = sums[:, -1:]
+    weight = (total - sums).to(state.dtype).exp()
+    kept = total.squeeze(1).to(state.dtype).exp().unsqueeze(-1)
+    weighted = geometry.expand_heads(key, 2) * weight
+    return kept * state + torch.einsum("brhn,brhp->bhnp", weighted, u)

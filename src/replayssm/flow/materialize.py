@@ -1,0 +1,88 @@
+"""materialize: the state at an exact committed boundary, for prefix caches, engines and tests. Leaves the slot alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replayssm.flow.flush import folded_state
+from replayssm.flow.step import per_row
+from replayssm.state.cursor import ring_row
+from replayssm.state.pool import StatePool
+
+
+def materialize(
+    pool: StatePool, layer: int, slots: Sequence[int], records: int | Sequence[int] | Tensor | None = None
+) -> Tensor:
+    """States [B, H, N, P] of one layer in the compute dtype.
+
+    Args:
+        pool: the pool.
+        layer: index into `pool.layers`.
+        slots: live slots; the same one may come several times, for several boundaries.
+        records: how many of each slot's committed ring records to apply, 0..length; all of them by default. Pending
+            rows are never applied.
+    """
+    return _states(pool, layer, slots, _boundaries(pool, slots, records))
+
+
+def materialize_into(
+    pool: StatePool,
+    slots: Sequence[int],
+    records: int | Sequence[int] | Tensor | None = None,
+    dst: Sequence[int] | None = None,
+) -> list[int]:
+    """Put states at exact boundaries into free slots, folded, with their carry; returns the slots taken.
+
+    Going back behind the newest record needs carry_history when the layers have a convolution.
+    """
+    bounds = _boundaries(pool, slots, records)
+    for slot, count in zip(slots, bounds.tolist(), strict=True):
+        pool.require_reach(int(pool.cursor.length[slot]), count)
+    taken: list[int] = []
+    try:
+        for i in range(len(slots)):
+            taken.append(pool.acquire(None if dst is None else dst[i]))
+    except ValueError:
+        for slot in taken:
+            pool.release(slot)
+        raise
+    target = torch.tensor(taken, device=pool.device)
+    active = torch.ones(len(taken), dtype=torch.bool, device=pool.device)
+    for index, layer in enumerate(pool.layers):
+        layer.store(target, _states(pool, index, slots, bounds), active, pool.cursor)
+        if "carry.conv" in layer.tensors:
+            carry = layer.tensors["carry.conv"]
+            for src, new in zip(slots, taken, strict=True):
+                carry[new].copy_(carry[src])
+    for src, new, count in zip(slots, taken, bounds.tolist(), strict=True):
+        counters = pool.cursor.get(src)
+        pool.cursor.set(new, position=counters["position"] - counters["length"] + count)
+    return taken
+
+
+def _boundaries(pool: StatePool, slots: Sequence[int], records: int | Sequence[int] | Tensor | None) -> Tensor:
+    for slot in slots:
+        pool.slots.require_live(slot)
+    length = pool.cursor.length[torch.tensor(list(slots), dtype=torch.int64, device=pool.device)]
+    if records is None:
+        return length
+    count = per_row(pool, records, len(slots), "records")
+    wrong = (count < 0) | (count > length)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"slot {slots[row]} has {int(length[row])} committed records in its ring, got records = {int(count[row])}"
+        )
+    return count
+
+
+def _states(pool: StatePool, layer: int, slots: Sequence[int], records: Tensor) -> Tensor:
+    index = torch.tensor(list(slots), dtype=torch.int64, device=pool.device)
+    cursor = pool.cursor
+    offsets = torch.arange(pool.config.window, device=pool.device)
+    rows = ring_row(cursor.start[index].unsqueeze(1), offsets, pool.ring_rows)
+    empty = cursor.position[index] == cursor.length[index]
+    return folded_state(pool.layers[layer], index, rows, offsets < records.unsqueeze(1), empty)

@@ -1,0 +1,101 @@
+"""verify: outputs of T new tokens per row from checkpoint and ring, without storing the state. Decode is T = 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from replayssm.flow import algebra
+from replayssm.flow.flush import fold_due
+from replayssm.flow.records import take_inputs, take_ring
+from replayssm.flow.step import Step
+from replayssm.state.cursor import Cursor
+from replayssm.state.pool import LayerState, StatePool
+from replayssm.state.rows import put_rows
+
+
+def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Run one layer of a step.
+
+    Rows that are due are folded first. The tokens' records are written behind the committed ones; they become real
+    with `commit`.
+
+    Args:
+        pool: the pool.
+        layer: index into `pool.layers`.
+        step: from `open_step`.
+        inputs: the fields of `recurrence.inputs`, each [B, T, ...]; "model" fields in the model's dtype. Rows and
+            tokens beyond the step's mask may hold anything.
+
+    Returns:
+        y [B, T, H, P] in the compute dtype; zero on padded rows and tokens.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has the wrong shape, dtype or device.
+    """
+    state = pool.layers[layer]
+    return _verify(state, step, take_inputs(state.layout, step, inputs), pool.cursor)
+
+
+def _verify(layer: LayerState, step: Step, inputs: dict[str, Tensor], cursor: Cursor) -> Tensor:
+    recurrence, geometry = layer.layout.recurrence, layer.layout.geometry
+    fold_due(layer, step, cursor)
+    state = layer.state(step.slots, layer.read_kind)
+    state = torch.where(step.empty[:, None, None, None], 0, state)
+
+    history = take_ring(layer, step.slots, step.history_rows, step.history_mask)
+    record = recurrence.record(inputs, layer.params)
+    y, u = window_outputs(layer, step, state, history, record, inputs)
+
+    if recurrence.delta_rule:
+        record["u"] = u
+    active = step.token_mask.flatten()
+    index = (step.slots.unsqueeze(1).expand(-1, step.width).flatten(), step.draft_rows.flatten())
+    for field in layer.layout.ring_fields:
+        put_rows(layer.tensors[f"ring.{field.name}"], index, record[field.name].flatten(0, 1), active)
+    return torch.where(step.token_mask[..., None, None], y, 0)
+
+
+def window_outputs(
+    layer: LayerState,
+    step: Step,
+    state: Tensor,
+    history: dict[str, Tensor] | None,
+    record: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """(y, u) of T tokens [B, T, H, P] after `state` [B, H, N, P] and, behind it, the committed `history`."""
+    recurrence, geometry, params = layer.layout.recurrence, layer.layout.geometry, layer.params
+    key, log_decay = recurrence.key(record), recurrence.decay_channels(record, params)
+    width, dtype = key.shape[1], state.dtype
+    past = 0
+    earlier_u: list[Tensor] = []
+    keys, decays = key, log_decay
+    if history is not None:
+        keys = torch.cat([recurrence.key(history), key], 1)
+        decays = torch.cat([recurrence.decay_channels(history, params), log_decay], 1)
+        earlier_u = [history["u"] if recurrence.delta_rule else recurrence.write(history)]
+        past = earlier_u[0].shape[1]
+    sums = algebra.path_sums(decays)
+    later = sums[:, past:]
+    reaches = torch.ones(width, past + width, dtype=torch.bool, device=key.device).tril(past)
+    decay = algebra.decay_between(later, sums, reaches, dtype)
+    whole = later.to(dtype).exp()
+
+    if recurrence.delta_rule:
+        overlap = algebra.products(key, keys, decay, geometry)
+        error = recurrence.target(record) - algebra.read_state(state, key, whole, geometry)
+        if earlier_u:
+            error = error - torch.einsum("btrh,brhp->bthp", overlap[:, :, :past], earlier_u[0])
+        u = algebra.solve(recurrence.rate(record), error, overlap[:, :, past:])
+    else:
+        u = recurrence.write(record)
+
+    query = recurrence.query(inputs, params)
+    weights = algebra.products(query, keys, decay, geometry)
+    y = algebra.read_state(state, query, whole, geometry)
+    y = y + torch.einsum("btrh,brhp->bthp", weights, torch.cat([*earlier_u, u], 1))
+    bypass = recurrence.skip(inputs, params)
+    return (y if bypass is None else y + bypass), u

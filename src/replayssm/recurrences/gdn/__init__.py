@@ -1,0 +1,5 @@
+"""Gated DeltaNet: scalar decay per head, delta rule."""
+
+from replayssm.recurrences.gdn.spec import GatedDeltaNet
+
+RECURRENCE = GatedDeltaNet()

@@ -1,0 +1,102 @@
+"""The cursor of a slot, and its arithmetic: the only place where a flush is decided or a ring row is computed.
+
+The functions are pure and work on ints and on integer tensors alike, so that they are tested without a pool. The rule
+is a deadline: with `length` committed records, `tokens` of this row and `window` in force,
+
+    due = forced or length + tokens > window
+
+computed once per step before the first layer. A due row folds exactly ring[0:length] before its own tokens run; the
+cursor moves (`settle`) after the last layer, and `commit` only adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+
+def due(length: IntOrTensor, tokens: IntOrTensor, window: IntOrTensor, forced: bool | Tensor = False) -> bool | Tensor:
+    """Whether a row must fold its ring before this step's tokens."""
+    return forced | (length + tokens > window)
+
+
+def ring_row(start: IntOrTensor, offset: IntOrTensor, ring_rows: int) -> IntOrTensor:
+    """Physical ring row of the record `offset` places after the oldest; drafts follow the committed records."""
+    return (start + offset) % ring_rows
+
+
+def carry_row(position: IntOrTensor, carry_rows: int) -> IntOrTensor:
+    """Physical carry row of the token at `position`."""
+    return position % carry_rows
+
+
+def settle(start: IntOrTensor, length: IntOrTensor, is_due: bool | Tensor, ring_rows: int) -> tuple:
+    """(start, length) after the last layer of a step: a due row's records are in the checkpoint now."""
+    if isinstance(length, Tensor):
+        moved = torch.where(torch.as_tensor(is_due), length, 0)
+    else:
+        moved = length if is_due else 0
+    return ring_row(start, moved, ring_rows), length - moved
+
+
+def commit(length: IntOrTensor, position: IntOrTensor, accepted: IntOrTensor) -> tuple:
+    """(length, position) after `accepted` of the pending rows became real."""
+    return length + accepted, position + accepted
+
+
+def first_window(turn: int, window: int, verify_len: int) -> int:
+    """Window in force until the first flush of the slot acquired `turn`-th: verify_len..window, round robin.
+
+    Batches that start together would otherwise flush together, which doubles the slowest step.
+    """
+    return window - turn % (window - verify_len + 1)
+
+
+@dataclass
+class Cursor:
+    """Device-resident counters of every slot, int64 [slots] each; advanced once per model step, never per layer.
+
+    Args:
+        start: physical ring row of the oldest committed record.
+        length: committed records in the ring.
+        position: tokens committed since acquire; position - length of them are in the checkpoint.
+        pending: ring rows written by the last step and not yet committed.
+        window: window in force until the next flush.
+        saturated: checkpoint elements clamped to their format's range since acquire.
+    """
+
+    start: Tensor
+    length: Tensor
+    position: Tensor
+    pending: Tensor
+    window: Tensor
+    saturated: Tensor
+
+    @classmethod
+    def allocate(cls, slots: int, device: torch.device | str) -> Cursor:
+        """Counters for `slots` slots, all zero."""
+        return cls(*(torch.zeros(slots, dtype=torch.int64, device=device) for _ in fields(cls)))
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every counter."""
+        return ((f.name, getattr(self, f.name)) for f in fields(self))
+
+    def set(self, slot: int, **values: int) -> None:
+        """Write the named counters of one slot."""
+        for name, value in values.items():
+            getattr(self, name)[slot] = value
+
+    def get(self, slot: int) -> dict[str, int]:
+        """All counters of one slot as ints (waits for the device)."""
+        return {name: int(tensor[slot]) for name, tensor in self.items()}
+
+    def copy(self, src: int, dst: int) -> None:
+        """Copy every counter of slot `src` to slot `dst`."""
+        for _, tensor in self.items():
+            tensor[dst] = tensor[src]
