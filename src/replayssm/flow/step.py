@@ -151,7 +151,7 @@ def open_step(
     limit = width if is_prompt else config.verify_len
     if width > limit:
         raise ValueError(f"a step has at most verify_len = {limit} tokens per row, got {width}; raise verify_len")
-    if host_visible(counts) and rows and not (0 <= int(counts.min()) and int(counts.max()) <= width):
+    if host_visible(counts) and rows and not (int(counts.min()) >= 0 and int(counts.max()) <= width):
         raise ValueError(f"tokens must be in 0..{width} for every row, got {counts.tolist()}")
     counts = torch.where(live, counts.clamp(0, width), 0)
 
@@ -161,7 +161,7 @@ def open_step(
     in_force = cursor.window[at]
     if window is not None:
         asked = per_row(pool, window, rows, "window")
-        if host_visible(asked) and rows and not (1 <= int(asked.min()) and int(asked.max()) <= config.window):
+        if host_visible(asked) and rows and not (int(asked.min()) >= 1 and int(asked.max()) <= config.window):
             raise ValueError(f"window in force must be in 1..{config.window} for every row, got {asked.tolist()}")
         in_force = torch.minimum(in_force, asked)
     if isinstance(forced, bool):

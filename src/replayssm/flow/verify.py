@@ -40,7 +40,7 @@ def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]
 
 
 def _verify(layer: LayerState, step: Step, inputs: dict[str, Tensor], cursor: Cursor) -> Tensor:
-    recurrence, geometry = layer.layout.recurrence, layer.layout.geometry
+    recurrence = layer.layout.recurrence
     fold_due(layer, step, cursor)
     state = layer.state(step.slots, layer.read_kind)
     state = torch.where(step.empty[:, None, None, None], 0, state)

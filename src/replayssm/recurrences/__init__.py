@@ -1,6 +1,6 @@
 """The recurrences this library replays, one folder each. A folder is found by looking, so there is no list to keep.
 
-A recurrence's folder has an `__init__.py` that names its one `RECURRENCE`; docs/adding-a-recurrence.md walks through it.
+A recurrence's folder has an `__init__.py` that names its one `RECURRENCE`; see docs/adding-a-recurrence.md.
 """
 
 from __future__ import annotations

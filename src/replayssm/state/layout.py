@@ -91,6 +91,11 @@ class StateLayout:
         """Physical carry rows: the lag beside one step's tokens, or beside everything in the ring."""
         return self.conv_lag + (self.ring_rows if self.config.carry_history else self.config.verify_len)
 
+    @property
+    def carry_kept(self) -> int:
+        """Committed carry rows that survive any step: those that the step's tokens do not overwrite."""
+        return self.carry_rows - self.config.verify_len
+
     # ---- tensors
 
     @property
@@ -162,7 +167,7 @@ class StateLayout:
 
     @property
     def ordinary_bytes(self) -> int:
-        """State bytes that ordinary decoding reads, and writes again, per token: the state in the checkpoint's format."""
+        """State bytes that ordinary decoding reads, and writes, per token: the state in the checkpoint's format."""
         return self.bytes_of("checkpoint")
 
     def traffic(self, tally: Tally) -> Traffic:

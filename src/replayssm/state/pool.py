@@ -111,7 +111,7 @@ class LayerState:
         return {f.name: self.tensors[f"ring.{f.name}"][at, rows] for f in self.layout.ring_fields}
 
     def state(self, slots: Tensor, kind: str) -> Tensor:
-        """The "checkpoint" or "read_copy" of `slots` [B] in the compute dtype, [B, H, N, P]; padded rows read slot 0."""
+        """The "checkpoint" or "read_copy" of `slots` [B], [B, H, N, P], raised; padded rows read slot 0."""
         form = self._format(kind)
         at = slots.clamp(min=0)
         parts = {s: self.tensors[kind + s][at] for s in form.parts(self.layout.geometry.state_shape)}
