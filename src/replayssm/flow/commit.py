@@ -1,4 +1,4 @@
-"""commit: make the first `accepted` pending rows of each slot real. Only adds to cursors; rejected rows cost nothing."""
+"""commit: make the first `accepted` pending rows of each slot real. Only adds to cursors; rejection costs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""materialize: the state at an exact committed boundary, for prefix caches, engines and tests. Leaves the slot alone."""
+"""materialize: the state at an exact committed boundary, for prefix caches and engines. Leaves the slot alone."""
 
 from __future__ import annotations
 
