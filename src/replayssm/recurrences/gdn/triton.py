@@ -1,0 +1,56 @@
+"""Gated DeltaNet for the Triton templates: one decay per value head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm.recurrences.delta_triton import (
+    key_scale,
+    query_scale,
+    record_scales,
+    store_norm,
+    token_rate,
+    token_skip,
+)
+from replayssm.recurrences.triton_form import TritonForm
+
+
+@triton.jit
+def record_decay(ring, params, slot, rows, h, n, mask, N: tl.constexpr):
+    decay, slot_stride, row_stride = ring[1]
+    return tl.load(decay + slot * slot_stride + rows * row_stride + h, mask=mask, other=0)
+
+
+@triton.jit
+def token_decay(inputs, params, b, t, h, n, n_mask, live, N: tl.constexpr):
+    decay, batch_stride, token_stride = inputs[0]
+    return tl.load(decay + b * batch_stride + t * token_stride + h, mask=live, other=0)
+
+
+@triton.jit
+def store_record(ring, slot, row, g, h, n, k_scale, log_decay, rate, n_mask, live, N: tl.constexpr):
+    store_norm(ring, slot, row, g, k_scale, live)
+    decay, slot_stride, row_stride = ring[1]
+    tl.store(decay + slot * slot_stride + row * row_stride + h, log_decay, mask=live)
+
+
+TRITON = TritonForm(
+    key="k",
+    query="q",
+    value="v",
+    key_ring="k",
+    write_ring="u",
+    ring=("k_inv_norm", "log_decay"),
+    inputs=("log_decay", "beta"),
+    params=(),
+    skip=False,
+    record_scales=record_scales,
+    record_decay=record_decay,
+    token_decay=token_decay,
+    token_rate=token_rate,
+    token_skip=token_skip,
+    key_scale=key_scale,
+    query_scale=query_scale,
+    store_record=store_record,
+)

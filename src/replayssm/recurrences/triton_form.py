@@ -1,0 +1,48 @@
+"""What a recurrence's `triton.py` tells the kernel templates: which tensor plays which part, and the functions that differ.
+
+Every vector is a raw row times a scalar (key = raw k * key scale, write vector = raw x * dt, ...), so the templates load
+rows themselves and ask the recurrence for scalars only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TritonForm:
+    """Names are fields of the recurrence; functions are `@triton.jit`.
+
+    Args:
+        key, query, value: inputs that are the raw key [G, N], query [G, N] and value [H, P].
+        key_ring, write_ring: ring fields with the raw key and with the write vector (or the raw value).
+        ring, inputs, params: the other ring fields, inputs and parameters, in the order in which the functions see
+            them: as (pointer, slot or batch stride, row or token stride), and bare pointers for params.
+        skip: whether `token_skip` counts.
+        record_scales: (ring, slot, rows, g, h, mask) -> (key scale, write scale) of ring records.
+        record_decay: (ring, params, slot, rows, h, n, mask, N) -> log decay of ring records.
+        token_decay: (inputs, params, b, t, h, n, n_mask, live, N) -> log decay of a new token.
+        token_rate: (inputs, b, t, h, live) -> factor of the write vector: dt, or beta.
+        token_skip: (params, h) -> weight of the value that bypasses the state.
+        key_scale, query_scale: (raw vector [, N]) -> factor.
+        store_record: (ring, slot, row, g, h, n, key scale, log decay, rate, n_mask, live, N); writes `ring`.
+    """
+
+    key: str
+    query: str
+    value: str
+    key_ring: str
+    write_ring: str
+    ring: tuple[str, ...]
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    skip: bool
+    record_scales: Any
+    record_decay: Any
+    token_decay: Any
+    token_rate: Any
+    token_skip: Any
+    key_scale: Any
+    query_scale: Any
+    store_record: Any
