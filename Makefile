@@ -1,0 +1,61 @@
+# Each target does its own set-up: on a machine with Python 3.11 or newer, `make demo` is enough.
+#
+#   PYTHON       the interpreter that the environment is made from
+#   TORCH_INDEX  a package index that holds PyTorch's CPU wheels, if pip's own does not
+#   JOBS         test workers
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+
+JOBS ?= 2
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format test-gpu clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## create .venv with everything pinned in constraints.txt
+
+# The stamp is written last, so an interrupted set-up starts over.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No python3 found: install Python 3.11 or newer (Debian: apt install python3 python3-venv)." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but ReplaySSM needs Python 3.11 or newer: run make PYTHON=/path/to/python3.11." >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot create virtual environments: install its venv module (Debian: apt install python3-venv)." >&2; exit 2; }
+	@$(PY) -c '' 2>/dev/null || { echo "Creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing the pinned packages into $(VENV) (about a minute the first time)"
+	@$(PY) -m pip install -qq --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch || { \
+	  echo "The CPU build of torch named in constraints.txt was not found: run make TORCH_INDEX=URL with PyTorch's CPU wheel index (pytorch.org, Get Started, Compute Platform: CPU)." >&2; exit 2; }
+	@$(PY) -m pip install -qq --constraint constraints.txt hatchling editables
+	@$(PY) -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+demo: $(STAMP)  ## continue a text with the bundled model, replayed and ordinary, and compare
+	$(VENV)/bin/replayssm generate --file examples/prompt.txt --max-new-tokens 160 --compare --device cpu
+
+test: lint  ## lint, type check and every test that needs no GPU
+	@# One thread per worker: torch would otherwise start one per core in each of them.
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test-gpu:  ## the tests marked gpu, with the current python and its CUDA torch (no .venv)
+	python3 -m pytest -m gpu
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

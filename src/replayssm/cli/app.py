@@ -1,0 +1,116 @@
+"""The commands and their options. What they do is in `generate.py` and `info.py`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replayssm import __version__
+from replayssm.cli.errors import clear_errors
+from replayssm.models import DEFAULT
+
+app = typer.Typer(
+    name="replayssm",
+    help="Exact decoding for state-space and linear-attention models that does not write the state at every token.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"replayssm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="Read the text from a file, less its last line break; - is standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A checkpoint folder, or the name of a bundled model.")
+    ] = DEFAULT,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="How many tokens to write.")] = 128,
+    window: Annotated[int, typer.Option(help="Most tokens in the ring before it is folded into the checkpoint.")] = 16,
+    checkpoint_format: Annotated[Dtype, typer.Option(help="Number format of the checkpoint.")] = Dtype.fp32,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature instead of taking the likeliest token.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Sample among the likeliest tokens that make up this probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode ordinarily as well, and say whether the tokens are the same.")
+    ] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before the text.")] = False,
+    device: Annotated[
+        Device | None, typer.Option(help="Where to run; cuda if there is one, else cpu.", show_default=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights and activations.")] = Dtype.fp32,
+) -> None:
+    """Continue a text with a replayed model.
+
+    The text goes to standard output as it is produced, and a summary of the state traffic to standard error.
+    The likeliest token is taken each time, unless --temperature or --top-p asks for sampling.
+    """
+    from replayssm.cli import generate as command
+
+    with clear_errors():
+        request = command.Request(
+            prompt=command.read_prompt(prompt, file),
+            folder=command.find_folder(model),
+            max_new_tokens=max_new_tokens,
+            window=window,
+            checkpoint_format=checkpoint_format.value,
+            sampling=command.Sampling.choose(temperature, top_p, seed),
+            compare=compare,
+            echo=echo,
+            device=command.choose_device(device and device.value),
+            dtype=dtype.value,
+        )
+        status = command.run(request)
+    raise typer.Exit(status)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")] = False,
+) -> None:
+    """Show versions, back ends, supported model families and bundled models."""
+    from replayssm.cli import info as command
+
+    with clear_errors():
+        command.show(command.collect(), as_json=as_json)

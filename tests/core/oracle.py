@@ -1,0 +1,235 @@
+"""An fp64 token-by-token oracle, written from the published formulas. It imports nothing of replayssm, and no torch.
+
+A `Sequence` is a list of tokens and the exact state after each of them. Beside every state stands a bound on the error
+that an implementation may have there, per head, so that a tolerance is computed and never guessed:
+
+* `gross` bounds the rounding of the arithmetic. It sums the norms of everything that was ever added to the state, with
+  the same decay but without cancellation: gross' = max(d) gross + |what this token adds|. A sum in floating point has an
+  error of a small multiple of eps times that.
+* `drift` bounds what storing the checkpoint in a low-precision format has added. All three recurrences are contractions,
+  |diag(d)| <= 1 and |I - beta k k^T| <= 1 for 0 <= beta <= 2 and |k| <= 1, so an error that enters at a flush is never
+  larger later: it decays with d, and each flush adds one rounding of the state.
+* `read` bounds the rounding of the read copy. It reaches outputs and nothing else.
+
+Formulas, per head (N key dim, P value dim, S [N, P]):
+
+    mamba2   S <- exp(dt A) S + B (dt x)^T                         y = S^T C + D x
+    gdn      S <- exp(g) S;        u = beta (v - S^T k); S <- S + k u^T; y = S^T q     k, q l2-normalised, q / sqrt(N)
+    kda      S <- diag(exp(g)) S;  the same
+    conv     out_t = silu(bias + sum_j weight_j x_{t - lag + j})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Array = np.ndarray
+Token = Mapping[str, Array]
+
+# Eps of the storage formats (spacing at 1) and their smallest subnormal.
+STORAGE = {"fp64": (2.0**-52, 0.0), "fp32": (2.0**-23, 2.0**-149), "fp16": (2.0**-10, 2.0**-24), "bf16": (2.0**-7, 2.0**-133)}
+
+
+@dataclass(frozen=True)
+class Next:
+    """One token's effect: the state after it, its output, and the sizes that the error bounds need, all per head."""
+
+    state: Array  # [H, N, P]
+    y: Array  # [H, P]
+    kept: Array  # [H], largest decay factor of the head
+    added: Array  # [H], norm of what the token adds to the state, without cancellation
+    probe: Array  # [H], norm of the query
+    bypass: Array  # [H], norm of the term beside the state
+
+
+def _norm(x: Array, axes: int | tuple[int, ...]) -> Array:
+    return np.sqrt(np.square(x).sum(axes))
+
+
+def _per_head(x: Array, heads: int) -> Array:
+    """Heads h * G / H of a [G, ...] array: value head h uses key head h // (H / G)."""
+    return x[np.arange(heads) * x.shape[0] // heads]
+
+
+def mamba2(state: Array, token: Token, params: Token) -> Next:
+    x, dt = token["x"], token["dt"]
+    heads = len(dt)
+    B, C = _per_head(token["B"], heads), _per_head(token["C"], heads)
+    kept = np.exp(dt * params["A"])
+    write = dt[:, None] * x
+    state = kept[:, None, None] * state + B[:, :, None] * write[:, None, :]
+    skip = params["D"][:, None] * x
+    y = (state * C[:, :, None]).sum(1) + skip
+    return Next(state, y, kept, _norm(B, 1) * _norm(write, 1), _norm(C, 1), _norm(skip, 1))
+
+
+def _delta(state: Array, token: Token, decay: Array) -> Next:
+    """`decay` [H, 1] or [H, N]."""
+    v, beta = token["v"], token["beta"]
+    heads, key_dim = len(beta), state.shape[1]
+    k, q = token["k"], token["q"]
+    k = _per_head(k / np.sqrt(np.square(k).sum(-1, keepdims=True) + 1e-6), heads)
+    q = _per_head(q / np.sqrt(np.square(q).sum(-1, keepdims=True) + 1e-6) / np.sqrt(key_dim), heads)
+    state = decay[:, :, None] * state
+    u = beta[:, None] * (v - (state * k[:, :, None]).sum(1))
+    size_k = _norm(k, 1)
+    added = beta * size_k * (_norm(v, 1) + _norm(state, (1, 2)) * size_k)
+    state = state + k[:, :, None] * u[:, None, :]
+    return Next(state, (state * q[:, :, None]).sum(1), decay.max(1), added, _norm(q, 1), np.zeros(heads))
+
+
+def gdn(state: Array, token: Token, params: Token) -> Next:
+    return _delta(state, token, np.exp(token["log_decay"])[:, None])
+
+
+def kda(state: Array, token: Token, params: Token) -> Next:
+    return _delta(state, token, np.exp(token["log_decay"]))
+
+
+RULES: dict[str, Callable[[Array, Token, Token], Next]] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
+
+
+def conv(raw: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
+    """Output of a causal convolution with SiLU at the last of the inputs `raw` [t, channels], and the sum of |terms|."""
+    width = weight.shape[1]
+    window = np.zeros((width, raw.shape[1]))
+    recent = raw[-width:]
+    window[width - len(recent) :] = recent
+    terms = window * weight.T
+    total = terms.sum(0) + (0 if bias is None else bias)
+    gross = np.abs(terms).sum(0) + (0 if bias is None else np.abs(bias))
+    return total / (1 + np.exp(-total)), gross
+
+
+@dataclass(frozen=True)
+class OracleLayer:
+    """One layer: its rule, its constants, and its tokens' inputs by token number."""
+
+    rule: Callable[[Array, Token, Token], Next]
+    params: Token
+    tokens: Mapping[str, Array]  # name -> [number of tokens, ...]
+    state_shape: tuple[int, int, int]
+
+    def token(self, number: int) -> Token:
+        return {name: values[number] for name, values in self.tokens.items()}
+
+
+@dataclass
+class _Trace:
+    """A layer's history within one sequence: entry n is after n tokens."""
+
+    states: list[Array]
+    gross: list[Array]
+    loss: list[Array]  # running sum of log(kept)
+
+    def copy(self, tokens: int) -> _Trace:
+        return _Trace(self.states[: tokens + 1], self.gross[: tokens + 1], self.loss[: tokens + 1])
+
+
+@dataclass
+class Sequence:
+    """The tokens committed to one slot, what is pending, and how far the checkpoint has come.
+
+    `folded` counts the tokens in the checkpoint. It does not enter any exact state: it says when a low-precision
+    checkpoint is rounded, and how many records the ring must hold.
+    """
+
+    layers: tuple[OracleLayer, ...]
+    checkpoint: str
+    read_copy: str | None
+    window: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    folded: int = 0
+
+    def __post_init__(self) -> None:
+        heads = [layer.state_shape[0] for layer in self.layers]
+        self.trace = [
+            _Trace([np.zeros(layer.state_shape)], [np.zeros(h)], [np.zeros(h)])
+            for layer, h in zip(self.layers, heads, strict=True)
+        ]
+        self.drift = [np.zeros(h) for h in heads]
+        self.read = [np.zeros(h) for h in heads]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) - self.folded
+
+    def copy(self, tokens: int | None = None) -> Sequence:
+        """The same sequence without what is pending, cut to its first `tokens`."""
+        tokens = len(self.tokens) if tokens is None else tokens
+        other = Sequence(self.layers, self.checkpoint, self.read_copy, self.window, self.tokens[:tokens], [], self.folded)
+        other.trace = [trace.copy(tokens) for trace in self.trace]
+        other.drift, other.read = list(self.drift), list(self.read)
+        return other
+
+    # ---- what the exact recurrence says
+
+    def state(self, layer: int, tokens: int | None = None) -> Array:
+        """[H, N, P] after the first `tokens` committed tokens."""
+        return self.trace[layer].states[len(self.tokens) if tokens is None else tokens]
+
+    def outputs(self, layer: int, numbers: list[int]) -> list[Next]:
+        """Outputs of tokens that would follow the committed ones."""
+        spec, state, found = self.layers[layer], self.state(layer), []
+        for number in numbers:
+            found.append(spec.rule(state, spec.token(number), spec.params))
+            state = found[-1].state
+        return found
+
+    # ---- bounds, each [H]
+
+    def gross(self, layer: int, tokens: int | None = None) -> Array:
+        return self.trace[layer].gross[len(self.tokens) if tokens is None else tokens]
+
+    def drift_at(self, layer: int, tokens: int | None = None) -> Array:
+        """Error that roundings of the checkpoint may have left in the state after `tokens` >= `folded` tokens."""
+        return self.drift[layer] * self._kept(layer, len(self.tokens) if tokens is None else tokens)
+
+    def read_at(self, layer: int) -> Array:
+        """Error that the read copy adds to the state as outputs see it."""
+        return self.read[layer] * self._kept(layer, len(self.tokens))
+
+    def _kept(self, layer: int, tokens: int) -> Array:
+        loss = self.trace[layer].loss
+        return np.exp(loss[tokens] - loss[self.folded])
+
+    # ---- events
+
+    def extend(self, numbers: list[int]) -> None:
+        """Commit tokens: all exact states advance."""
+        for layer, trace in enumerate(self.trace):
+            for step in self.outputs(layer, numbers):
+                trace.states.append(step.state)
+                trace.gross.append(step.kept * trace.gross[-1] + step.added)
+                with np.errstate(divide="ignore"):  # a decay may underflow to zero
+                    trace.loss.append(trace.loss[-1] + np.maximum(np.log(step.kept), -700))
+        self.tokens += numbers
+
+    def fold(self) -> None:
+        """The checkpoint now holds every committed token, after one rounding."""
+        if not self.length:
+            return
+        tokens = len(self.tokens)
+        for layer in range(len(self.layers)):
+            drift = self.drift_at(layer, tokens)
+            size = _norm(self.state(layer), (1, 2)) + drift
+            if self.checkpoint in ("fp16", "bf16"):
+                drift = drift + self._rounding(self.checkpoint, size)
+            # rows that are pending were corrected against the old read copy and may still be committed
+            stale = self.read_at(layer) if self.pending else 0
+            self.drift[layer] = drift
+            self.read[layer] = stale + (0 if self.read_copy is None else self._rounding(self.read_copy, size))
+        self.folded = tokens
+
+    def _rounding(self, form: str, size: Array) -> Array:
+        """Norm of one rounding to nearest of a state of norm `size`: half a spacing, relative or subnormal.
+
+        The last factor covers that the value rounded is itself off by the arithmetic's relative error.
+        """
+        eps, smallest = STORAGE[form]
+        elements = np.prod(self.layers[0].state_shape[1:])
+        return (eps / 2 * size + smallest / 2 * np.sqrt(elements)) * (1 + 1e-4)

@@ -1,0 +1,364 @@
+"""The command line: what it writes where, its exit status, and a clear sentence for every mistake."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from typer.testing import CliRunner
+
+import replayssm
+from replayssm.cli import generate as generating
+from replayssm.cli.app import app
+
+PROMPT = "A ring holds the last few tokens."
+END = "<end>"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and one for the end of a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([END, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def redraw(model: torch.nn.Module) -> None:
+    """Weights with which the recurrent state matters: with the default initialisation a wrong state goes unseen."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.copy_(torch.empty_like(parameter).uniform_(-1, 1, generator=generator))
+            elif parameter.ndim >= 2:
+                parameter.copy_(torch.empty_like(parameter).normal_(0, 0.15, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid model with its tokenizer, saved as a user would save one."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen3_5ForCausalLM(config)
+    redraw(model)
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-hybrid"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def invoke(*arguments: Any, **options: Any) -> Any:
+    """Run the command; an exception that is not an exit is a fault of the command and fails the test."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    """The one sentence that a mistaken call gets."""
+    result = invoke("generate", *arguments, **options)
+    assert result.exit_code == 2
+    assert result.stdout == "", "standard output carries nothing but text"
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert re.fullmatch(r"Error: .+[.]", lines[0])
+    return lines[0]
+
+
+# generate: what it writes
+
+
+def test_generate_writes_text_to_stdout_and_one_summary_line_to_stderr(checkpoint: Path) -> None:
+    result = invoke("generate", PROMPT, "--model", checkpoint, "-n", 20, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    expected = plain_text(checkpoint, PROMPT, 20)
+    assert result.stdout == expected + "\n"
+    (summary,) = result.stderr.strip().splitlines()
+    assert re.match(r"20 tokens in \d+\.\d\d s \(\d+\.\d tok/s\) on cpu, fp32, window 16; ", summary)
+    assert re.search(r"state bytes read .* and written .*, ordinary decoding .*: \d+\.\d\d times as many", summary)
+
+
+def plain_text(folder: Path, prompt: str, count: int) -> str:
+    """What transformers alone writes."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = Qwen3_5ForCausalLM.from_pretrained(folder).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_compare_finds_both_identical(checkpoint: Path, window: int) -> None:
+    result = invoke("generate", PROMPT, "-m", checkpoint, "-n", 40, "--window", window, "--compare", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(
+        r"identical to ordinary decoding: all 40 tokens; replayed \d+\.\d\d s, ordinary \d+\.\d\d s", result.stderr
+    )
+
+
+def test_fewer_state_bytes_are_written_with_a_window(checkpoint: Path) -> None:
+    """The reason for all this, as the summary reports it."""
+    result = invoke("generate", PROMPT, "-m", checkpoint, "-n", 64, "--device", "cpu")
+    written, ordinary = re.search(r"and written (\S+ \w+), .* and (\S+ \w+):", result.stderr).groups()
+    assert _as_bytes(written) < _as_bytes(ordinary)
+
+
+def _as_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
+
+def test_compare_reports_the_first_difference_and_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _spoil_ordinary_run(monkeypatch, at=5)
+    result = invoke("generate", PROMPT, "-m", checkpoint, "-n", 12, "--compare", "--device", "cpu")
+    assert result.exit_code == 1
+    assert re.search(r"differs from ordinary decoding at new token 6: '.*' instead of '.*'; replayed", result.stderr)
+
+
+def test_a_difference_is_reported_but_allowed_when_rounding_may_cause_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil_ordinary_run(monkeypatch, at=5)
+    arguments = ["-m", checkpoint, "-n", 12, "--compare", "--device", "cpu", "--checkpoint-format", "bf16"]
+    result = invoke("generate", PROMPT, *arguments)
+    assert result.exit_code == 0
+    assert "differs from ordinary decoding at new token" in result.stderr
+
+
+def _spoil_ordinary_run(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Change one token of the run that has no streamer, which is the ordinary one."""
+    decode = generating.decode
+
+    def spoiled(model: Any, inputs: Any, request: Any, streamer: Any) -> Any:
+        decoded = decode(model, inputs, request, streamer)
+        if streamer is None:
+            decoded.tokens[at] = (decoded.tokens[at] + 1) % 257
+        return decoded
+
+    monkeypatch.setattr(generating, "decode", spoiled)
+
+
+def test_first_difference() -> None:
+    assert generating.first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert generating.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_prompt_comes_from_a_file_less_its_last_line_break(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n")
+    arguments = ["-m", checkpoint, "-n", 12, "--device", "cpu"]
+    from_argument = invoke("generate", PROMPT, *arguments).stdout
+    assert from_argument
+    assert invoke("generate", "--file", file, *arguments).stdout == from_argument
+    assert invoke("generate", "--file", "-", *arguments, input=PROMPT + "\n").stdout == from_argument
+    assert invoke("generate", PROMPT, "--echo", *arguments).stdout == PROMPT + from_argument
+
+
+def test_sampling_repeats_with_its_seed(checkpoint: Path) -> None:
+    def sample(*more: Any) -> Any:
+        return invoke("generate", PROMPT, "-m", checkpoint, "-n", 24, "--device", "cpu", *more)
+
+    first = sample("--temperature", 1.3, "--seed", 5)
+    assert first.exit_code == 0, first.stderr
+    assert first.stderr.strip().endswith("; seed 5")
+    assert sample("--temperature", 1.3, "--seed", 5).stdout == first.stdout
+    assert sample("--temperature", 1.3, "--seed", 6).stdout != first.stdout
+    unseeded = sample("--top-p", 0.9)
+    (seed,) = re.search(r"; seed (\d+)$", unseeded.stderr.strip()).groups()
+    assert sample("--top-p", 0.9, "--seed", seed).stdout == unseeded.stdout
+
+
+def test_sampling_compares_with_the_same_seed(checkpoint: Path) -> None:
+    arguments = ["-m", checkpoint, "-n", 24, "--temperature", 0.8, "--seed", 3, "--compare", "--device", "cpu"]
+    assert "identical to ordinary decoding: all 24 tokens" in invoke("generate", PROMPT, *arguments).stderr
+
+
+def test_bundled_model_is_the_default() -> None:
+    assert replayssm.models.DEFAULT in replayssm.models.names()
+    result = invoke("generate", "The function returns", "-n", 8, "--compare", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert "identical to ordinary decoding" in result.stderr
+
+
+# generate: what it refuses
+
+
+def test_window_0_is_refused(checkpoint: Path) -> None:
+    assert "window must be in 1..64, got 0" in refusal(PROMPT, "-m", checkpoint, "--window", 0)
+
+
+def test_no_token_wanted_is_refused(checkpoint: Path) -> None:
+    assert "--max-new-tokens must be at least 1, got 0" in refusal(PROMPT, "-m", checkpoint, "-n", 0)
+
+
+def test_prompt_mistakes_are_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    binary = tmp_path / "weights.bin"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "The prompt is empty" in refusal("")
+    assert f"{empty} is empty" in refusal("--file", empty)
+    assert "Standard input is empty" in refusal("--file", "-", input="")
+    assert "There is no prompt" in refusal()
+    assert "not both" in refusal(PROMPT, "--file", empty)
+    assert f"There is no file {tmp_path / 'absent.txt'}" in refusal("--file", tmp_path / "absent.txt")
+    assert "is not UTF-8 text" in refusal("--file", binary)
+    assert "cannot be read: Is a directory" in refusal("--file", tmp_path)
+
+
+def test_checkpoint_mistakes_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    assert f"There is no checkpoint folder {absent}" in refusal(PROMPT, "-m", absent)
+    assert replayssm.models.DEFAULT in refusal(PROMPT, "-m", "no-such-model"), "the bundled models are named"
+    assert "it has no config.json" in refusal(PROMPT, "-m", tmp_path)
+    assert "it has no config.json" in refusal(PROMPT, "-m", checkpoint / "config.json")
+
+    (tmp_path / "config.json").write_text("{}")
+    assert "it has no model_type" in refusal(PROMPT, "-m", tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "it has no model_type" in refusal(PROMPT, "-m", tmp_path)
+
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    assert f"{tmp_path} holds no tokenizer" in refusal(PROMPT, "-m", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert f"The tokenizer in {tmp_path} cannot be loaded" in refusal(PROMPT, "-m", tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert f"The model in {tmp_path} cannot be loaded" in refusal(PROMPT, "-m", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    assert f"The model in {tmp_path} cannot be loaded" in refusal(PROMPT, "-m", tmp_path)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """transformers would fill the gap with random numbers and go on."""
+    from safetensors.torch import load_file, save_file
+
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in weights if name.endswith("linear_attn.A_log"))
+    del weights[gone]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"is incomplete: it lacks {gone}" in refusal(PROMPT, "-m", tmp_path)
+
+
+def test_the_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ring"])
+    tokenizer.save_pretrained(tmp_path)
+    message = refusal(PROMPT, "-m", tmp_path)
+    assert "belongs to another model: it gives token 257, and the model has 257" in message
+
+
+def test_unsupported_model_is_refused_with_the_families(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    message = refusal(PROMPT, "-m", tmp_path)
+    assert "llama" in message
+    for family in replayssm.supported_families():
+        assert family in message
+
+
+def test_cuda_without_a_device_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no CUDA device" in refusal(PROMPT, "-m", checkpoint, "--device", "cuda")
+
+
+def test_sampling_mistakes_are_refused() -> None:
+    assert "--temperature must be above 0, got 0" in refusal(PROMPT, "--temperature", 0)
+    assert "--temperature must be above 0, got nan" in refusal(PROMPT, "--temperature", "nan")
+    assert "--top-p must be above 0 and at most 1, got 1.5" in refusal(PROMPT, "--top-p", 1.5)
+    assert "--seed has no effect on greedy decoding" in refusal(PROMPT, "--seed", 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--window", "many"],
+        ["--dtype", "fp8"],
+        ["--checkpoint-format", "int3"],
+        ["--device", "tpu"],
+        ["--no-such-option"],
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_a_usage_error(arguments: list[str]) -> None:
+    result = invoke("generate", PROMPT, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert arguments[0] in result.stderr
+
+
+# info and the rest
+
+
+def test_info_shows_versions_back_ends_families_and_models() -> None:
+    result = invoke("info")
+    assert result.exit_code == 0
+    for word in ("replayssm", torch.__version__, "transformers", "cuda", "triton", replayssm.models.DEFAULT):
+        assert word in result.stdout
+    for family in replayssm.supported_families():
+        assert family in result.stdout
+
+
+def test_info_as_json() -> None:
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["versions"]["replayssm"] == replayssm.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["families"] == list(replayssm.supported_families())
+    assert {back_end["name"]: back_end["available"] for back_end in facts["back_ends"]}["cpu"] is True
+    (bundled,) = (model for model in facts["models"] if model["name"] == replayssm.models.DEFAULT)
+    assert bundled["bytes"] <= 8_000_000
+    assert bundled["parameters"] > 1_000_000
+    assert 0 < bundled["bits_per_byte"] < 8
+
+
+def test_an_unknown_bundled_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="no bundled model is called 'nobody'; there are: "):
+        replayssm.models.path("nobody")
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"replayssm {replayssm.__version__}\n"
+
+
+def test_help_lists_the_commands() -> None:
+    result = invoke("--help")
+    assert "generate" in result.stdout
+    assert "info" in result.stdout
+
+
+def test_the_installed_command_reaches_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replayssm.cli import main
+
+    monkeypatch.setattr("sys.argv", ["replayssm", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
