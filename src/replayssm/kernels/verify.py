@@ -51,7 +51,7 @@ def high_low(log_decay):
 
 @triton.jit
 def verify_kernel(
-    plan, plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, params, y,
+    plan, plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr,
@@ -69,7 +69,7 @@ def verify_kernel(
     | ring     | tuple of such        | in/out | the recurrence's other ring fields                             |
     | key, query, value | [B, T, ...] | in     | this step's raw tokens: (pointer, row stride, token stride)    |
     | inputs   | tuple of such        | in     | the recurrence's other inputs                                  |
-    | params   | tuple of pointers    | in     | per-layer constants                                            |
+    | layer_params | tuple of pointers    | in     | per-layer constants                                            |
     | y        | [B, T, H, P]         | out    | outputs, zero beyond each row's tokens                         |
     """
     pid = tl.program_id(0)
@@ -147,17 +147,17 @@ def verify_kernel(
         ).to(tl.float32)
         key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j_mask)
         if CHANNEL:
-            first = RECORD_DECAY(ring, params, slot, rows[:, None], h, n[None, :], (j == 0)[:, None] & key_tile_mask, N)
+            first = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], (j == 0)[:, None] & key_tile_mask, N)
             later = RECORD_DECAY(
-                ring, params, slot, later_rows[:, None], h, n[None, :], later_mask[:, None] & n_mask[None, :], N
+                ring, layer_params, slot, later_rows[:, None], h, n[None, :], later_mask[:, None] & n_mask[None, :], N
             )
             total = tl.sum(first, 0) + tl.sum(later, 0)
             after = tl.cumsum(later, 0, reverse=True)  # log decay from each record to the newest
             kept = tl.load(key_tile, mask=key_tile_mask, other=0).to(tl.float32)
             kept = kept * key_scale[:, None] * tl.exp(after)
         else:
-            first = RECORD_DECAY(ring, params, slot, rows, h, 0, (j == 0) & j_mask, N)
-            later = RECORD_DECAY(ring, params, slot, later_rows, h, 0, later_mask, N)
+            first = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, (j == 0) & j_mask, N)
+            later = RECORD_DECAY(ring, layer_params, slot, later_rows, h, 0, later_mask, N)
             total = tl.sum(first, 0) + tl.sum(later, 0)
             weight = tl.exp(tl.cumsum(later, 0, reverse=True)) * key_scale
         past = past * write_scale[:, None]
@@ -200,7 +200,7 @@ def verify_kernel(
             q = tl.load(query_at + t * query[2], mask=n_mask & live, other=0).to(tl.float32)
             k = tl.load(key_at + t * key[2], mask=n_mask & live, other=0).to(tl.float32)
             v = tl.load(value[0] + b * value[1] + t * value[2] + h * P + p, mask=p_mask & live, other=0)
-            log_decay = TOKEN_DECAY(inputs, params, b, t, h, n, n_mask, live, N)
+            log_decay = TOKEN_DECAY(inputs, layer_params, b, t, h, n, n_mask, live, N)
             rate = TOKEN_RATE(inputs, b, t, h, live)
             q_scale = QUERY_SCALE(q, N)
             k_scale = KEY_SCALE(k)
@@ -243,7 +243,7 @@ def verify_kernel(
             else:
                 out += tl.sum(draft_q, 0) * u
             if SKIP:
-                out += TOKEN_SKIP(params, h) * v.to(tl.float32)
+                out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
             out = tl.where(live, out, 0.0)
             tl.store(y[0] + b * y[1] + t * y[2] + h * P + p, out.to(y[0].dtype.element_ty), mask=p_mask)
 
