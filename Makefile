@@ -38,7 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## continue a text with the bundled model, replayed and ordinary, and compare
-	$(VENV)/bin/replayssm generate --file examples/prompt.txt --max-new-tokens 160 --compare --device cpu
+	@# Sampled, with a seed: a model this small soon repeats itself when it always takes the likeliest token.
+	$(VENV)/bin/replayssm generate --file examples/prompt.txt --echo --max-new-tokens 128 --compare --device cpu \
+	  --temperature 0.8 --seed 7
 
 test: lint  ## lint, type check and every test that needs no GPU
 	@# One thread per worker: torch would otherwise start one per core in each of them.

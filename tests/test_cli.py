@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import LlamaConfig, MambaConfig, PretrainedConfig, PreTrainedTokenizerFast, ViTConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from typer.testing import CliRunner
 
-import replayssm
+from replayssm import __version__, models, supported_families
 from replayssm.cli import generate as generating
 from replayssm.cli.app import app
 
@@ -24,7 +25,7 @@ END = "<end>"
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, and one for the end of a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([END, *alphabet])}, merges=[]))
+    tokenizer = Tokenizer(token_models.BPE(vocab={char: i for i, char in enumerate([END, *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
@@ -198,7 +199,7 @@ def test_sampling_compares_with_the_same_seed(checkpoint: Path) -> None:
 
 
 def test_bundled_model_is_the_default() -> None:
-    assert replayssm.models.DEFAULT in replayssm.models.names()
+    assert models.DEFAULT in models.names()
     result = invoke("generate", "The function returns", "-n", 8, "--compare", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     assert "identical to ordinary decoding" in result.stderr
@@ -233,14 +234,16 @@ def test_prompt_mistakes_are_refused(tmp_path: Path) -> None:
 def test_checkpoint_mistakes_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     assert f"There is no checkpoint folder {absent}" in refusal(PROMPT, "-m", absent)
-    assert replayssm.models.DEFAULT in refusal(PROMPT, "-m", "no-such-model"), "the bundled models are named"
+    assert models.DEFAULT in refusal(PROMPT, "-m", "no-such-model"), "the bundled models are named"
     assert "it has no config.json" in refusal(PROMPT, "-m", tmp_path)
     assert "it has no config.json" in refusal(PROMPT, "-m", checkpoint / "config.json")
 
     (tmp_path / "config.json").write_text("{}")
-    assert "it has no model_type" in refusal(PROMPT, "-m", tmp_path)
+    assert "describes no model that can be loaded" in refusal(PROMPT, "-m", tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "it has no model_type" in refusal(PROMPT, "-m", tmp_path)
+    assert "describes no model that can be loaded" in refusal(PROMPT, "-m", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    assert "abacus" in refusal(PROMPT, "-m", tmp_path)
 
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     assert f"{tmp_path} holds no tokenizer" in refusal(PROMPT, "-m", tmp_path)
@@ -275,15 +278,24 @@ def test_the_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: P
     assert "belongs to another model: it gives token 257, and the model has 257" in message
 
 
-def test_unsupported_model_is_refused_with_the_families(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=32, num_attention_heads=2),
+            "no recurrent layer",
+        ),
+        (MambaConfig(vocab_size=257, hidden_size=32), "no decayed sum of rank-1 terms"),
+        (ViTConfig(hidden_size=32), "Models of type vit do not write text"),
+    ],
+    ids=["attention only", "out of form", "no text"],
+)
+def test_unsupported_model_is_refused_with_the_families(config: PretrainedConfig, reason: str, tmp_path: Path) -> None:
+    """Before its weights are read: there are none in the folder."""
+    config.save_pretrained(tmp_path)
     message = refusal(PROMPT, "-m", tmp_path)
-    assert "llama" in message
-    for family in replayssm.supported_families():
+    assert reason in message
+    for family in supported_families():
         assert family in message
 
 
@@ -322,19 +334,19 @@ def test_a_value_of_the_wrong_kind_is_a_usage_error(arguments: list[str]) -> Non
 def test_info_shows_versions_back_ends_families_and_models() -> None:
     result = invoke("info")
     assert result.exit_code == 0
-    for word in ("replayssm", torch.__version__, "transformers", "cuda", "triton", replayssm.models.DEFAULT):
+    for word in ("replayssm", torch.__version__, "transformers", "cuda", "triton", models.DEFAULT):
         assert word in result.stdout
-    for family in replayssm.supported_families():
+    for family in supported_families():
         assert family in result.stdout
 
 
 def test_info_as_json() -> None:
     facts = json.loads(invoke("info", "--json").stdout)
-    assert facts["versions"]["replayssm"] == replayssm.__version__
+    assert facts["versions"]["replayssm"] == __version__
     assert facts["versions"]["torch"] == torch.__version__
-    assert facts["families"] == list(replayssm.supported_families())
+    assert facts["families"] == list(supported_families())
     assert {back_end["name"]: back_end["available"] for back_end in facts["back_ends"]}["cpu"] is True
-    (bundled,) = (model for model in facts["models"] if model["name"] == replayssm.models.DEFAULT)
+    (bundled,) = (model for model in facts["models"] if model["name"] == models.DEFAULT)
     assert bundled["bytes"] <= 8_000_000
     assert bundled["parameters"] > 1_000_000
     assert 0 < bundled["bits_per_byte"] < 8
@@ -342,11 +354,11 @@ def test_info_as_json() -> None:
 
 def test_an_unknown_bundled_model_is_refused() -> None:
     with pytest.raises(ValueError, match="no bundled model is called 'nobody'; there are: "):
-        replayssm.models.path("nobody")
+        models.path("nobody")
 
 
 def test_version() -> None:
-    assert invoke("--version").stdout == f"replayssm {replayssm.__version__}\n"
+    assert invoke("--version").stdout == f"replayssm {__version__}\n"
 
 
 def test_help_lists_the_commands() -> None:

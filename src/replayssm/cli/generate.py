@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from replayssm import ReplayConfig, attach, detach, models, supported_families
 from replayssm.cli.errors import DIFFERS_STATUS, CliError, first_line
+from replayssm.recurrences.binding import bindings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -74,8 +74,8 @@ class Request:
 
     @property
     def must_be_equal(self) -> bool:
-        """Whether rounding leaves no excuse for another token."""
-        return self.sampling is None and self.dtype == "fp32" and self.checkpoint_format == "fp32"
+        """Whether rounding leaves no excuse for another token; a sampled run has the same seed both times."""
+        return self.dtype == "fp32" and self.checkpoint_format == "fp32"
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,7 @@ def run(request: Request) -> int:
         tokenizer, model = load(request)
         inputs = tokenizer(request.prompt, return_tensors="pt").to(request.device)
         _check_tokens(inputs["input_ids"], model)
-        try:
-            handle = attach(model, request.config())
-        except (TypeError, ValueError) as error:
-            raise CliError(f"{first_line(error)}.") from None
+        handle = _attach(model, request.config())
     if request.echo:
         sys.stdout.write(request.prompt)
     with out_of_memory_is_an_error():
@@ -158,12 +155,12 @@ def run(request: Request) -> int:
 
 def load(request: Request) -> tuple[Any, Any]:
     """The tokenizer and the model of a checkpoint folder; nothing is looked up on a network."""
-    _refuse_unsupported(request.folder)
     import transformers
     from safetensors import SafetensorError
 
     transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
+    model_class = _find_class(request.folder)
     if not (any(request.folder.glob("tokenizer*")) or any(request.folder.glob("vocab*"))):
         # transformers would go on with an empty vocabulary.
         raise CliError(f"{request.folder} holds no tokenizer; save the model's tokenizer there with save_pretrained.")
@@ -174,7 +171,7 @@ def load(request: Request) -> tuple[Any, Any]:
             f"The tokenizer in {request.folder} cannot be loaded ({first_line(error)}); copy or save it again."
         ) from None
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = model_class.from_pretrained(
             request.folder, dtype=DTYPES[request.dtype], local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -189,16 +186,34 @@ def load(request: Request) -> tuple[Any, Any]:
         return tokenizer, model.to(request.device).eval()
 
 
-def _refuse_unsupported(folder: Path) -> None:
-    """Refuse a model of another family before its weights are read."""
+def _find_class(folder: Path) -> Any:
+    """The class that loads the folder's model. One that cannot be replayed is refused before its weights are read."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    families = f"supported families: {', '.join(supported_families())}"
     try:
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CliError(f"{folder / 'config.json'} does not say which model this is: it has no model_type.") from None
-    if model_type.removesuffix("_text") not in supported_families():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
         raise CliError(
-            f"Models of type {model_type} cannot be replayed; supported families: {', '.join(supported_families())}."
-        )
+            f"{folder / 'config.json'} describes no model that can be loaded ({first_line(error)}); {families}."
+        ) from None
+    for model_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        try:
+            with torch.device("meta"):
+                skeleton = model_class.from_config(config)
+        except ValueError:
+            continue  # no model of this kind
+        if bindings().keys().isdisjoint(type(module).__name__ for module in skeleton.modules()):
+            _attach(skeleton, ReplayConfig())  # knows the reason
+        return model_class
+    raise CliError(f"Models of type {config.model_type} do not write text; {families}.")
+
+
+def _attach(model: Any, config: ReplayConfig) -> Any:
+    try:
+        return attach(model, config)
+    except ValueError as error:
+        raise CliError(f"{first_line(error)}.") from None
 
 
 def _check_tokens(input_ids: torch.Tensor, model: Any) -> None:
