@@ -1,19 +1,19 @@
-"""Make Triton's CPU interpreter right in bf16 and fp8. Importing this module repairs it, in this process, for good.
+"""Make Triton's CPU interpreter right in bf16 and fp8. `switch_on` repairs and enables it, in this process, for good.
 
 The stock interpreter (3.6 to 3.9) keeps bf16 and fp8 values as integers and forgets so: `tl.dot` and elementwise
 arithmetic work on the bit patterns, fp32 -> bf16 truncates, fp32 -> fp8 loses the carry of a rounding, and casts
 between bf16 and integers reinterpret. Nothing fails, results are just wrong. Here every such value is widened to fp32
 (exactly), computed there, and rounded once to nearest even, as the hardware does; fp8 saturates, as `cvt.satfinite`.
 
-    import os
-    os.environ["TRITON_INTERPRET"] = "1"   # before the kernels' modules are imported
-    import tests.interpreter               # or `import interpreter` with this folder on the path
+    from .. import interpreter   # from a test module
+    interpreter.switch_on()      # before the modules with the kernels are imported
 
 What still differs from a GPU: fp32 dots are exact fp32 (a GPU's default is tf32), and the order of sums is numpy's.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +33,13 @@ FLOATS = {
 NARROW = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 """Formats that numpy lacks: the interpreter holds their bits in unsigned integers."""
 
-BITS = {1: (np.uint8, torch.uint8), 2: (np.uint16, torch.uint16), 4: (np.uint32, torch.uint32), 8: (np.uint64, torch.uint64)}
+BITS = {
+    1: (np.uint8, torch.uint8),
+    2: (np.uint16, torch.uint16),
+    4: (np.uint32, torch.uint32),
+    8: (np.uint64, torch.uint64),
+}
+"""Unsigned integers by bytes."""
 
 _Builder: Any = interpreter.InterpreterBuilder
 _Handle: Any = interpreter.TensorHandle
@@ -133,14 +139,25 @@ def _constant(self: Any, value: float) -> Any:
 
 
 _stock_cast = _Builder.cast_impl
-if not getattr(_Builder, "repaired_by_replayssm", False):
+
+
+def repair() -> None:
+    """Replace the interpreter's faulty operations, once."""
+    if getattr(_Builder, "repaired_by_replayssm", False):
+        return
     _Builder.repaired_by_replayssm = True
     interpreter._convert_float = convert_float
     _Builder.cast_impl = _cast
-    for _name, _result in (("unary_op", 0), ("binary_op", 0), ("ternary_op", 2)):
-        _repair_elementwise(_name, _result)
+    for name, result in (("unary_op", 0), ("binary_op", 0), ("ternary_op", 2)):
+        _repair_elementwise(name, result)
     _Builder.create_dot = _dot
     _Builder.create_fma = _fma
     _Builder.create_rsqrt = _rsqrt
     _Builder.create_atomic_rmw = _refuse_narrow_atomics(_Builder.create_atomic_rmw)
     _Builder.get_bf16 = _constant
+
+
+def switch_on() -> None:
+    """Interpret every kernel that is defined from here on. Child processes inherit it unless they drop the variable."""
+    repair()
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -36,8 +36,11 @@ class Resources:
     tensor_core: bool
 
 
-def compile_verify(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
-    """Compile `verify_kernel` for a layer, as the launcher would call it, for a compute capability such as 90."""
+def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, capability: int = 90) -> Resources:
+    """Compile `verify_kernel` for a layer, as the launcher would call it.
+
+    `mode` is which rows the launch takes (`kernels.verify`), `capability` the compute capability, such as 90.
+    """
     form, recurrence = form_of(layout.recurrence), layout.recurrence
     specs = {spec.name: _TYPES[spec.dtype] for spec in layout.tensors}
     inputs = {f.name: _TYPES[layout.dtype_of(f)] for f in recurrence.inputs}
@@ -46,14 +49,17 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, capability: int
     def strided(pointer: str) -> tuple[str, str, str]:
         return pointer, "i64", "i32"
 
+    def ring(name: str) -> tuple[str, str, str, str]:
+        return specs[f"ring.{name}"], "i64", "i32", "i32"
+
     signature: dict[str, Any] = {
-        "plan": "*i64",
         "plan_row": "i32",
+        "plan": "*i64",
         "state": specs["checkpoint"],
         "state_slot": "i64",
-        "keys": strided(specs[f"ring.{form.key_ring}"]),
-        "writes": strided(specs[f"ring.{form.write_ring}"]),
-        "ring": tuple(strided(specs[f"ring.{name}"]) for name in form.ring),
+        "keys": ring(form.key_ring),
+        "writes": ring(form.write_ring),
+        "ring": tuple(ring(name) for name in form.ring),
         "key": strided(inputs[form.key]),
         "query": strided(inputs[form.query]),
         "value": strided(inputs[form.value]),
@@ -62,13 +68,13 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, capability: int
         "y": strided(compute),
     }
     constexprs = constants(
-        recurrence, layout.geometry, form, tokens, layout.ring_rows, layout.config.window, tile
+        recurrence, layout.geometry, form, tokens, layout.ring_rows, layout.config.window, tile, mode
     )
     signature |= dict.fromkeys(constexprs, "constexpr")
     names = list(signature)
     aligned = {path: [["tt.divisibility", 16]] for path in _aligned_paths(signature)}
     source = ASTSource(verify_kernel, signature, {(names.index(n),): v for n, v in constexprs.items()}, aligned)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {"num_warps": tile.num_warps}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 

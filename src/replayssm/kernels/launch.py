@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
-from replayssm.kernels.verify import verify_kernel
+from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.recurrences.base import Geometry, Recurrence
 from replayssm.recurrences.triton_form import TritonForm
 from replayssm.state.pool import LayerState
+
+
+FLUSH_PROGRAMS = 132 * 12  # programs of a flush launch: what an H200 holds at once, more would only queue
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,22 @@ class Tile:
     block_p: int
     heads: int = 1
     num_warps: int = 1
-    num_stages: int = 2
+    tiles: int = 1
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The launches of one verify.
+
+    Args:
+        step: tile of the only launch, or of the one for rows that are not due when `flush` is set.
+        flush: tile of a second launch for the rows that are due. Two launches keep the registers that a fold needs
+            out of the common path, which pays at large batches.
+    """
+
+    step: Tile
+    flush: Tile | None = None
 
 
 def form_of(recurrence: Recurrence) -> TritonForm:
@@ -42,7 +59,7 @@ def form_of(recurrence: Recurrence) -> TritonForm:
 
 
 def constants(recurrence: Recurrence, geometry: Geometry, form: TritonForm, tokens: int, ring_rows: int, window: int,
-              tile: Tile) -> dict[str, Any]:  # fmt: skip
+              tile: Tile, mode: int) -> dict[str, Any]:  # fmt: skip
     """Compile-time arguments of `verify_kernel`."""
     return {
         "H": geometry.heads,
@@ -56,6 +73,9 @@ def constants(recurrence: Recurrence, geometry: Geometry, form: TritonForm, toke
         "WP": max(16, triton.next_power_of_2(window)),
         "BLOCK_P": tile.block_p,
         "HEADS": tile.heads,
+        "TILES": tile.tiles,
+        "STAGES": tile.num_stages,
+        "MODE": mode,
         "DELTA": recurrence.delta_rule,
         "CHANNEL": recurrence.decay == "channel",
         "SKIP": form.skip,
@@ -70,44 +90,54 @@ def constants(recurrence: Recurrence, geometry: Geometry, form: TritonForm, toke
     }
 
 
-def launch_verify(layer: LayerState, plan: Tensor, inputs: Mapping[str, Tensor], y: Tensor, tile: Tile) -> None:
+def launch_verify(layer: LayerState, plan: Tensor, inputs: Mapping[str, Tensor], y: Tensor, choice: Choice) -> None:
     """Run `verify_kernel` on one layer.
 
     Args:
-        layer: the layer; its tensors must be contiguous within a slot (any slot stride).
-        plan: int64 [B, 6].
+        layer: the layer; its state and the innermost dim of its ring fields must be contiguous.
+        plan: int64 [B, 8], see `kernels.verify`.
         inputs: [B, T, ...], contiguous within a token.
         y: [B, T, H, P], contiguous within a token; written.
-        tile: division of the work.
+        choice: tiles of the launches.
     """
+    if choice.flush is None:
+        _launch(layer, plan, inputs, y, choice.step, ALL_ROWS.value)
+    else:
+        _launch(layer, plan, inputs, y, choice.step, STEP_ROWS.value)
+        _launch(layer, plan, inputs, y, choice.flush, FLUSH_ROWS.value)
+
+
+def _launch(layer: LayerState, plan: Tensor, inputs: Mapping[str, Tensor], y: Tensor, tile: Tile, mode: int) -> None:
     layout = layer.layout
     geometry, form = layout.geometry, form_of(layout.recurrence)
     rows, tokens = y.shape[:2]
-    tiles = triton.cdiv(geometry.value_dim, tile.block_p)
-    grid = (rows * (geometry.heads // tile.heads) * tiles,)
+    parts = triton.cdiv(geometry.value_dim, tile.block_p) // tile.tiles * (geometry.heads // tile.heads)
+    programs = rows * parts
+    if mode == FLUSH_ROWS.value:
+        programs = min(programs, FLUSH_PROGRAMS)
     state = layer.tensors["checkpoint"]
 
     def strided(tensor: Tensor) -> tuple[Tensor, int, int]:
         return tensor, tensor.stride(0), tensor.stride(1)
 
-    verify_kernel[grid](
-        plan,
+    def ring(name: str) -> tuple[Tensor, int, int, int]:
+        tensor = layer.tensors[f"ring.{name}"]
+        return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+    verify_kernel[(programs,)](
         plan.stride(0),
+        plan,
         state,
         state.stride(0),
-        strided(layer.tensors[f"ring.{form.key_ring}"]),
-        strided(layer.tensors[f"ring.{form.write_ring}"]),
-        tuple(strided(layer.tensors[f"ring.{name}"]) for name in form.ring),
+        ring(form.key_ring),
+        ring(form.write_ring),
+        tuple(ring(name) for name in form.ring),
         strided(inputs[form.key]),
         strided(inputs[form.query]),
         strided(inputs[form.value]),
         tuple(strided(inputs[name]) for name in form.inputs),
         tuple(layer.params[name] for name in form.params),
         strided(y),
-        **constants(layout.recurrence, geometry, form, tokens, layout.ring_rows, layout.config.window, tile),
+        **constants(layout.recurrence, geometry, form, tokens, layout.ring_rows, layout.config.window, tile, mode),
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )
-
-
-__all__ = ["Tile", "constants", "form_of", "launch_verify", "torch"]

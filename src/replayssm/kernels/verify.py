@@ -16,8 +16,11 @@ import triton
 import triton.language as tl
 
 # columns of the plan, one row per batch row (kernels/plan.py writes it)
-SLOT, TOKENS, FOLDED, FOLD_START, HISTORY, EMPTY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(
-    3), tl.constexpr(4), tl.constexpr(5)
+SLOT, TOKENS, FOLDED, FOLD_START = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+HISTORY, EMPTY, ORDER, DUE_COUNT = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+
+# which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
+ALL_ROWS, STEP_ROWS, FLUSH_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -50,10 +53,42 @@ def high_low(log_decay):
 
 
 @triton.jit
+def raw_products(
+    key_tile, key_tile_mask, key_at, query_at, key_stride, query_stride, tokens, n_mask,
+    T: tl.constexpr, TP: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Products of this step's raw queries and keys [TP] with the ring's raw keys [WP] and with each other."""
+    kept = tl.load(key_tile, mask=key_tile_mask, other=0)
+    if T == 1:
+        k = tl.load(key_at, mask=n_mask & (tokens > 0), other=0).to(tl.float32)
+        q = tl.load(query_at, mask=n_mask & (tokens > 0), other=0).to(tl.float32)
+        past_q = tl.sum(kept.to(tl.float32) * q[None, :], 1)[None, :]
+        past_k = past_q
+        if DELTA:
+            past_k = tl.sum(kept.to(tl.float32) * k[None, :], 1)[None, :]
+        new_q = tl.sum(k * q, 0) + tl.zeros([TP, TP], tl.float32)
+        new_k = new_q
+    else:
+        i_draft = tl.arange(0, TP)
+        token_mask = (i_draft < tokens)[:, None] & n_mask[None, :]
+        k_tile = tl.load(key_at[None, :] + i_draft[:, None] * key_stride, mask=token_mask, other=0)
+        q_tile = tl.load(query_at[None, :] + i_draft[:, None] * query_stride, mask=token_mask, other=0)
+        past_q = exact_dot(q_tile, tl.trans(kept))
+        new_q = exact_dot(q_tile, tl.trans(k_tile))
+        past_k, new_k = past_q, new_q
+        if DELTA:
+            past_k = exact_dot(k_tile, tl.trans(kept))
+            new_k = exact_dot(k_tile, tl.trans(k_tile))
+    return past_q, past_k, new_q, new_k
+
+
+@triton.jit
 def verify_kernel(
-    plan, plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y,
+    plan_row,
+    plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
@@ -64,7 +99,7 @@ def verify_kernel(
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, 6] int64         | in     | slot, tokens, folded, fold_start, history, empty               |
     | state    | [slots, H, N, P]     | in/out | checkpoint; written where folded > 0                           |
-    | keys     | [slots, rows, G, N]  | in/out | ring of raw keys: (pointer, slot stride, row stride)           |
+    | keys     | [slots, rows, G, N]  | in/out | ring of raw keys: (pointer, slot, row and head stride)         |
     | writes   | [slots, rows, H, P]  | in/out | ring of write vectors (delta rules) or raw values              |
     | ring     | tuple of such        | in/out | the recurrence's other ring fields                             |
     | key, query, value | [B, T, ...] | in     | this step's raw tokens: (pointer, row stride, token stride)    |
@@ -72,27 +107,75 @@ def verify_kernel(
     | layer_params | tuple of pointers    | in     | per-layer constants                                            |
     | y        | [B, T, H, P]         | out    | outputs, zero beyond each row's tokens                         |
     """
+    parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P // TILES * (H // HEADS)
     pid = tl.program_id(0)
-    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    blocks: tl.constexpr = H // HEADS
-    tile = pid % tiles
-    first_head = (pid // tiles) % blocks * HEADS
-    b = (pid // (tiles * blocks)).to(tl.int64)
+    if MODE == FLUSH_ROWS:
+        # few rows are due in a step, and only the device knows which: a fixed grid walks through them
+        work = tl.load(plan + DUE_COUNT).to(tl.int32) * parts
+        for item in range(pid, work, tl.num_programs(0)):
+            row = tl.load(plan + item // parts * plan_row + ORDER)
+            verify_rows(
+                row, item % parts, plan + row * plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+            )  # fmt: skip
+    else:
+        row = (pid // parts).to(tl.int64)
+        verify_rows(
+            row, pid % parts, plan + row * plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+        )  # fmt: skip
+
+
+@triton.jit
+def zero_rows(b, y, first_head, first_tile, P: tl.constexpr, T: tl.constexpr, BLOCK_P: tl.constexpr,
+              HEADS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The outputs of a padded row."""
+    for t in tl.static_range(T):
+        for i in range(HEADS * TILES):
+            p = (first_tile + i % TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
+            at = y[0] + b * y[1] + t * y[2] + (first_head + i // TILES) * P + p
+            tl.store(at, tl.zeros([BLOCK_P], tl.float32).to(y[0].dtype.element_ty), mask=p < P)
+
+
+@triton.jit
+def verify_rows(
+    b, part,
+    plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
+    NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
+    TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads and TILES column blocks of batch row b, whose row of the plan `plan` points to."""
+    parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P // TILES
+    first_tile = part % parts * TILES
+    first_head = part // parts * HEADS
+    slot = tl.load(plan + SLOT)
+    folded = tl.load(plan + FOLDED)
+    if slot < 0:
+        zero_rows(b, y, first_head, first_tile, P, T, BLOCK_P, HEADS, TILES)
+    elif MODE != STEP_ROWS or folded == 0:
+        verify_live(
+            b, first_head, first_tile, slot, folded, plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+        )  # fmt: skip
+
+
+@triton.jit
+def verify_live(
+    b, first_head, first_tile, slot, folded,
+    plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
+    NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
+    TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+):  # fmt: skip
+    """The same for a live row of this launch's mode."""
     g = first_head // (H // G)
-    p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
-    p_mask = p < P
     n = tl.arange(0, NP)
     n_mask = n < N
-    plan += b * plan_row
-    slot = tl.load(plan + SLOT)
-    if slot < 0:
-        for t in tl.static_range(T):
-            for i in range(HEADS):
-                at = y[0] + b * y[1] + t * y[2] + (first_head + i) * P + p
-                tl.store(at, tl.zeros([BLOCK_P], tl.float32).to(y[0].dtype.element_ty), mask=p_mask)
-        return
     tokens = tl.load(plan + TOKENS)
-    folded = tl.load(plan + FOLDED)
     start = tl.load(plan + FOLD_START)
     history = tl.load(plan + HISTORY)
     empty = tl.load(plan + EMPTY) != 0
@@ -107,44 +190,36 @@ def verify_kernel(
     i_draft = tl.arange(0, TP)
     draft_start = start + records
 
-    key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * N + n[None, :]
+    key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
     key_tile_mask = j_mask[:, None] & n_mask[None, :]
     key_at = key[0] + b * key[1] + g * N + n
     query_at = query[0] + b * query[1] + g * N + n
 
-    # products of raw keys and queries, shared by the heads of this program: rows are tokens
-    if not CHANNEL:
-        kept = tl.load(key_tile, mask=key_tile_mask, other=0)
-        if T == 1:
-            k_raw = tl.load(key_at, mask=n_mask & (tokens > 0), other=0)
-            q_raw = tl.load(query_at, mask=n_mask & (tokens > 0), other=0)
-            k32, q32, kept32 = k_raw.to(tl.float32), q_raw.to(tl.float32), kept.to(tl.float32)
-            past_q = tl.sum(kept32 * q32[None, :], 1)[None, :]
-            past_k = tl.sum(kept32 * k32[None, :], 1)[None, :]
-            new_q = tl.sum(k32 * q32, 0) + tl.zeros([TP, TP], tl.float32)
-            new_k = new_q
-        else:
-            token_mask = (i_draft < tokens)[:, None] & n_mask[None, :]
-            k_tile = tl.load(key_at[None, :] + i_draft[:, None] * key[2], mask=token_mask, other=0)
-            q_tile = tl.load(query_at[None, :] + i_draft[:, None] * query[2], mask=token_mask, other=0)
-            past_q = exact_dot(q_tile, tl.trans(kept))
-            new_q = exact_dot(q_tile, tl.trans(k_tile))
-            past_k, new_k = past_q, new_q
-            if DELTA:
-                past_k = exact_dot(k_tile, tl.trans(kept))
-                new_k = exact_dot(k_tile, tl.trans(k_tile))
+    # products of raw keys and queries, shared by the units of this program; a lone unit asks for its state first
+    shared: tl.constexpr = HEADS * TILES > 1 and not CHANNEL
+    if shared:
+        past_q, past_k, new_q, new_k = raw_products(
+            key_tile, key_tile_mask, key_at, query_at, key[2], query[2], tokens, n_mask, T, TP, DELTA
+        )
 
-    for i in range(HEADS):
-        h = first_head + i
+    for i in tl.range(0, HEADS * TILES, num_stages=STAGES):
+        h = first_head + i // TILES
+        tile = first_tile + i % TILES
+        p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+        p_mask = p < P
         state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
         state_mask = n_mask[:, None] & p_mask[None, :]
         raw = tl.load(state_at, mask=state_mask & (not empty), other=0, eviction_policy="evict_first")
         S = raw.to(tl.float32)
         past = tl.load(
-            writes[0] + slot * writes[1] + rows[:, None] * writes[2] + h * P + p[None, :],
+            writes[0] + slot * writes[1] + rows[:, None] * writes[2] + h * writes[3] + p[None, :],
             mask=j_mask[:, None] & p_mask[None, :],
             other=0,
         ).to(tl.float32)
+        if not CHANNEL and not shared:
+            past_q, past_k, new_q, new_k = raw_products(
+                key_tile, key_tile_mask, key_at, query_at, key[2], query[2], tokens, n_mask, T, TP, DELTA
+            )
         key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j_mask)
         if CHANNEL:
             first = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], (j == 0)[:, None] & key_tile_mask, N)
@@ -162,14 +237,14 @@ def verify_kernel(
             weight = tl.exp(tl.cumsum(later, 0, reverse=True)) * key_scale
         past = past * write_scale[:, None]
 
-        if folded > 0:
+        if MODE != STEP_ROWS and folded > 0:
             high, low = high_low(total)
             if CHANNEL:
                 added = tl.dot(tl.trans(kept), past, input_precision="tf32x3")
                 S = high[:, None] * S + (low[:, None] * S + added)
             else:
                 turned = tl.load(
-                    keys[0] + slot * keys[1] + rows[None, :] * keys[2] + g * N + n[:, None],
+                    keys[0] + slot * keys[1] + rows[None, :] * keys[2] + g * keys[3] + n[:, None],
                     mask=j_mask[None, :] & n_mask[:, None],
                     other=0,
                 )
@@ -249,10 +324,10 @@ def verify_kernel(
 
             row = (draft_start + t) % RING_ROWS
             kept_write = u if DELTA else v
-            write_at = writes[0] + slot * writes[1] + row * writes[2] + h * P + p
+            write_at = writes[0] + slot * writes[1] + row * writes[2] + h * writes[3] + p
             tl.store(write_at, kept_write.to(writes[0].dtype.element_ty), mask=p_mask & live)
             if tile == 0:
                 STORE_RECORD(ring, slot, row, g, h, n, k_scale, log_decay, rate, n_mask, live, N)
                 if h % (H // G) == 0:
                     raw_k = tl.load(key_at + t * key[2], mask=n_mask & live, other=0)
-                    tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * N + n, raw_k, mask=n_mask & live)
+                    tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)

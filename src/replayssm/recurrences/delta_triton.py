@@ -9,8 +9,8 @@ import triton.language as tl
 @triton.jit
 def record_scales(ring, slot, rows, g, h, mask):
     """Factors of a record's key and write vector: k / |k|, and u as it is."""
-    norm, slot_stride, row_stride = ring[0]
-    scale = tl.load(norm + slot * slot_stride + rows * row_stride + g, mask=mask, other=0)
+    norm, slot_stride, row_stride, head_stride = ring[0]
+    scale = tl.load(norm + slot * slot_stride + rows * row_stride + g * head_stride, mask=mask, other=0)
     return scale, tl.full(scale.shape, 1.0, tl.float32)
 
 
@@ -37,5 +37,5 @@ def query_scale(q, N: tl.constexpr):
 
 @triton.jit
 def store_norm(ring, slot, row, g, scale, live):
-    norm, slot_stride, row_stride = ring[0]
-    tl.store(norm + slot * slot_stride + row * row_stride + g, scale, mask=live)
+    norm, slot_stride, row_stride, head_stride = ring[0]
+    tl.store(norm + slot * slot_stride + row * row_stride + g * head_stride, scale, mask=live)

@@ -18,7 +18,8 @@ class TritonForm:
         key, query, value: inputs that are the raw key [G, N], query [G, N] and value [H, P].
         key_ring, write_ring: ring fields with the raw key and with the write vector (or the raw value).
         ring, inputs, params: the other ring fields, inputs and parameters, in the order in which the functions see
-            them: as (pointer, slot or batch stride, row or token stride), and bare pointers for params.
+            them: ring fields as (pointer, slot stride, row stride, head stride), inputs as (pointer, batch stride, token
+            stride), params as bare pointers.
         skip: whether `token_skip` counts.
         record_scales: (ring, slot, rows, g, h, mask) -> (key scale, write scale) of ring records.
         record_decay: (ring, params, slot, rows, h, n, mask, N) -> log decay of ring records.

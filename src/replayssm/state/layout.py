@@ -23,6 +23,18 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     meaning: str
+    head_major: bool = False
+
+    def view(self, storage: torch.Tensor) -> torch.Tensor:
+        """[slots, *shape] of contiguous `storage` [slots, elements].
+
+        Ring fields lie in memory as [heads, rows, ...]: what a kernel reads of one head is then one contiguous piece,
+        where [rows, heads, ...] would scatter it in pieces of one row.
+        """
+        if not self.head_major:
+            return storage.unflatten(1, self.shape)
+        rows, heads, *rest = self.shape
+        return storage.unflatten(1, (heads, rows, *rest)).transpose(1, 2)
 
     @property
     def bytes(self) -> int:
@@ -121,6 +133,7 @@ class StateLayout:
                 (self.ring_rows, *field.shape(self.geometry)),
                 self.dtype_of(field),
                 f"recent tokens: {field.meaning}",
+                head_major=True,
             )
             for field in self.ring_fields
         ]
@@ -179,6 +192,21 @@ class StateLayout:
         written = tally.flushes * (checkpoint + self.bytes_of("read_copy")) + tally.new_records * record
         ordinary = tally.new_records * self.ordinary_bytes
         return Traffic(read, written, ordinary, ordinary, tally.new_records)
+
+
+_NUMBERED: list[StateLayout] = []
+
+
+def number_of(layout: StateLayout) -> int:
+    """A number that names this layout in this process, for operators that take only tensors and numbers."""
+    if layout not in _NUMBERED:
+        _NUMBERED.append(layout)
+    return _NUMBERED.index(layout)
+
+
+def numbered(number: int) -> StateLayout:
+    """The layout that `number_of` gave this number."""
+    return _NUMBERED[number]
 
 
 @dataclass(frozen=True)

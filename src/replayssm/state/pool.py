@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from replayssm.config import ReplayConfig
 from replayssm.recurrences.base import Geometry, Recurrence
+from replayssm.state import backend as backends
 from replayssm.state.cursor import Cursor, first_window
 from replayssm.state.formats import CastFormat
-from replayssm.state.layout import StateLayout, Tally, Traffic
+from replayssm.state.layout import StateLayout, Tally, Traffic, number_of
 from replayssm.state.rows import put_rows
 from replayssm.state.slots import PAD_SLOT, SlotTable
 
@@ -42,7 +44,9 @@ class LayerState:
         cls, layout: StateLayout, slots: int, device: torch.device | str, params: Mapping[str, Tensor] | None = None
     ) -> LayerState:
         """Own storage for `slots` slots. Memory is zeroed once; nothing relies on it afterwards."""
-        tensors = {s.name: torch.zeros(slots, *s.shape, dtype=s.dtype, device=device) for s in layout.tensors}
+        tensors = {
+            s.name: s.view(torch.zeros(slots, math.prod(s.shape), dtype=s.dtype, device=device)) for s in layout.tensors
+        }
         return cls.of(layout, tensors, params)
 
     @classmethod
@@ -97,8 +101,7 @@ class LayerState:
         tensors = {}
         for spec in layout.tensors:
             offset = layout.page_offsets[spec.name]
-            span = pages[:, offset : offset + spec.bytes].view(spec.dtype)
-            tensors[spec.name] = span.unflatten(1, spec.shape)
+            tensors[spec.name] = spec.view(pages[:, offset : offset + spec.bytes].view(spec.dtype))
         return cls.of(layout, tensors, params)
 
     @property
@@ -148,9 +151,12 @@ class StatePool:
     Args:
         layers: one per recurrent layer, in the order in which a step runs them; all with the same configuration,
             number of slots and device.
+        tally: int64 [5] counts that several pools of one model may share; the pool's own by default.
+        backend: "torch", "triton", or "auto": triton on a CUDA device when it supports every layer, else torch. One
+            that is named works or raises.
     """
 
-    def __init__(self, layers: Sequence[LayerState]) -> None:
+    def __init__(self, layers: Sequence[LayerState], tally: Tensor | None = None, *, backend: str = "auto") -> None:
         if not layers:
             raise ValueError("a pool needs at least one layer")
         for a, b in pairwise(layers):
@@ -162,9 +168,11 @@ class StatePool:
         self.config: ReplayConfig = layers[0].layout.config
         self.ring_rows = layers[0].layout.ring_rows
         self.device = layers[0].device
+        self.backend = backends.choose(backend, layers)
+        self.layout_numbers = tuple(number_of(layer.layout) for layer in layers)
         self.slots = SlotTable(self._slots_of(layers[0]))
         self.cursor = Cursor.allocate(self.slots.slots, self.device)
-        self._tally = torch.zeros(5, dtype=torch.int64, device=self.device)
+        self.counts = torch.zeros(5, dtype=torch.int64, device=self.device) if tally is None else tally
 
     @classmethod
     def allocate(
@@ -177,10 +185,11 @@ class StatePool:
         model_dtype: torch.dtype,
         device: torch.device | str = "cpu",
         params: Sequence[Mapping[str, Tensor]] = ({},),
+        backend: str = "auto",
     ) -> StatePool:
         """A pool of equal layers, one for each entry of `params`."""
         layout = StateLayout(recurrence, geometry, config, model_dtype)
-        return cls([LayerState.allocate(layout, slots, device, p) for p in params])
+        return cls([LayerState.allocate(layout, slots, device, p) for p in params], backend=backend)
 
     # ---- life cycle
 
@@ -233,16 +242,39 @@ class StatePool:
         self.slots.release(src)
         return dst
 
+    def gather(self, index: Tensor) -> StatePool:
+        """A pool of its own in which slot i continues what slot index[i] holds here, pending rows included.
+
+        For batches whose rows are reordered, repeated or dropped (beam search): one copy per tensor instead of one
+        fork per slot. This pool stays as it was; both count into one tally.
+
+        Args:
+            index: int64 [B], live slots of this pool; the same one may come several times.
+        """
+        sources = index.tolist()
+        for slot in sources:
+            self.slots.require_live(slot)
+        layers = [
+            LayerState(x.layout, x.params, {name: t.index_select(0, index) for name, t in x.tensors.items()})
+            for x in self.layers
+        ]
+        pool = StatePool(layers, self.counts, backend=self.backend)
+        for slot in range(len(sources)):
+            pool.slots.acquire(slot)
+        for name, counter in self.cursor.items():
+            getattr(pool.cursor, name).copy_(counter[index])
+        return pool
+
     # ---- accounting
 
     def count(self, row_steps: Tensor, new: Tensor, history: Tensor, flushes: Tensor, folded: Tensor) -> None:
         """Add one step's counts (0-d tensors) to the tally, without waiting for the device."""
-        self._tally += torch.stack([row_steps, new, history, flushes, folded])
+        self.counts += torch.stack([row_steps, new, history, flushes, folded])
 
     @property
     def tally(self) -> Tally:
         """What the steps so far did (waits for the device)."""
-        return Tally(*self._tally.tolist())
+        return Tally(*self.counts.tolist())
 
     def traffic(self) -> Traffic:
         """State bytes moved so far over all layers, beside those of ordinary decoding."""

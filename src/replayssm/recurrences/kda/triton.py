@@ -18,8 +18,8 @@ from replayssm.recurrences.triton_form import TritonForm
 
 @triton.jit
 def record_decay(ring, params, slot, rows, h, n, mask, N: tl.constexpr):
-    decay, slot_stride, row_stride = ring[1]
-    return tl.load(decay + slot * slot_stride + rows * row_stride + h * N + n, mask=mask, other=0)
+    decay, slot_stride, row_stride, head_stride = ring[1]
+    return tl.load(decay + slot * slot_stride + rows * row_stride + h * head_stride + n, mask=mask, other=0)
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def token_decay(inputs, params, b, t, h, n, n_mask, live, N: tl.constexpr):
 @triton.jit
 def store_record(ring, slot, row, g, h, n, k_scale, log_decay, rate, n_mask, live, N: tl.constexpr):
     store_norm(ring, slot, row, g, k_scale, live)
-    decay, slot_stride, row_stride = ring[1]
-    tl.store(decay + slot * slot_stride + row * row_stride + h * N + n, log_decay, mask=n_mask & live)
+    decay, slot_stride, row_stride, head_stride = ring[1]
+    tl.store(decay + slot * slot_stride + row * row_stride + h * head_stride + n, log_decay, mask=n_mask & live)
 
 
 TRITON = TritonForm(

@@ -11,15 +11,15 @@ from replayssm.recurrences.triton_form import TritonForm
 @triton.jit
 def record_scales(ring, slot, rows, g, h, mask):
     """Factors of a record's key and write vector: u = dt x."""
-    dt, slot_stride, row_stride = ring[0]
-    scale = tl.load(dt + slot * slot_stride + rows * row_stride + h, mask=mask, other=0)
+    dt, slot_stride, row_stride, head_stride = ring[0]
+    scale = tl.load(dt + slot * slot_stride + rows * row_stride + h * head_stride, mask=mask, other=0)
     return tl.full(scale.shape, 1.0, tl.float32), scale
 
 
 @triton.jit
 def record_decay(ring, params, slot, rows, h, n, mask, N: tl.constexpr):
-    dt, slot_stride, row_stride = ring[0]
-    return tl.load(dt + slot * slot_stride + rows * row_stride + h, mask=mask, other=0) * tl.load(params[0] + h)
+    dt, slot_stride, row_stride, head_stride = ring[0]
+    return tl.load(dt + slot * slot_stride + rows * row_stride + h * head_stride, mask=mask, other=0) * tl.load(params[0] + h)
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def query_scale(q, N: tl.constexpr):
 
 @triton.jit
 def store_record(ring, slot, row, g, h, n, key_scale, log_decay, rate, n_mask, live, N: tl.constexpr):
-    dt, slot_stride, row_stride = ring[0]
-    tl.store(dt + slot * slot_stride + row * row_stride + h, rate, mask=live)
+    dt, slot_stride, row_stride, head_stride = ring[0]
+    tl.store(dt + slot * slot_stride + row * row_stride + h * head_stride, rate, mask=live)
 
 
 TRITON = TritonForm(
