@@ -16,7 +16,7 @@ from replayssm.recurrences.triton_form import TritonForm
 from replayssm.state.pool import LayerState
 
 
-FLUSH_PROGRAMS = 132 * 12  # programs of a flush launch: what an H200 holds at once, more would only queue
+FLUSH_PROGRAMS = 132 * 8  # programs of a flush launch: what an H200 holds at once; a second wave would only wait
 
 
 @dataclass(frozen=True)
