@@ -197,9 +197,6 @@ def verify_live(
 
     # products of raw keys and queries, shared by the units of this program; a lone unit asks for its state first
     shared: tl.constexpr = HEADS * TILES > 1 and not CHANNEL
-    first_q = tl.load(query_at, mask=n_mask & (tokens > 0), other=0).to(tl.float32)
-    first_k = tl.load(key_at, mask=n_mask & (tokens > 0), other=0).to(tl.float32)
-    first_q_scale, first_k_scale = QUERY_SCALE(first_q, N), KEY_SCALE(first_k)
     if shared:
         past_q, past_k, new_q, new_k = raw_products(
             key_tile, key_tile_mask, key_at, query_at, key[2], query[2], tokens, n_mask, T, TP, DELTA
@@ -219,11 +216,6 @@ def verify_live(
             mask=j_mask[:, None] & p_mask[None, :],
             other=0,
         ).to(tl.float32)
-        # every load of the first token is asked for before anything waits
-        value_at = value[0] + b * value[1] + h * P + p
-        first_v = tl.load(value_at, mask=p_mask & (tokens > 0), other=0)
-        first_decay = TOKEN_DECAY(inputs, layer_params, b, 0, h, n, n_mask, tokens > 0, N)
-        first_rate = TOKEN_RATE(inputs, b, 0, h, tokens > 0)
         if not CHANNEL and not shared:
             past_q, past_k, new_q, new_k = raw_products(
                 key_tile, key_tile_mask, key_at, query_at, key[2], query[2], tokens, n_mask, T, TP, DELTA
@@ -280,16 +272,13 @@ def verify_live(
         written = tl.zeros([TP, BLOCK_P], tl.float32)
         for t in tl.static_range(T):
             live = t < tokens
-            if t == 0:
-                q, k, v = first_q, first_k, first_v
-                log_decay, rate, q_scale, k_scale = first_decay, first_rate, first_q_scale, first_k_scale
-            else:
-                q = tl.load(query_at + t * query[2], mask=n_mask & live, other=0).to(tl.float32)
-                k = tl.load(key_at + t * key[2], mask=n_mask & live, other=0).to(tl.float32)
-                v = tl.load(value_at + t * value[2], mask=p_mask & live, other=0)
-                log_decay = TOKEN_DECAY(inputs, layer_params, b, t, h, n, n_mask, live, N)
-                rate = TOKEN_RATE(inputs, b, t, h, live)
-                q_scale, k_scale = QUERY_SCALE(q, N), KEY_SCALE(k)
+            q = tl.load(query_at + t * query[2], mask=n_mask & live, other=0).to(tl.float32)
+            k = tl.load(key_at + t * key[2], mask=n_mask & live, other=0).to(tl.float32)
+            v = tl.load(value[0] + b * value[1] + t * value[2] + h * P + p, mask=p_mask & live, other=0)
+            log_decay = TOKEN_DECAY(inputs, layer_params, b, t, h, n, n_mask, live, N)
+            rate = TOKEN_RATE(inputs, b, t, h, live)
+            q_scale = QUERY_SCALE(q, N)
+            k_scale = KEY_SCALE(k)
             step = tl.exp(log_decay)
             decay *= step
             if CHANNEL:
