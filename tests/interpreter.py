@@ -14,6 +14,7 @@ What still differs from a GPU: fp32 dots are exact fp32 (a GPU's default is tf32
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 FLOATS = {
     tl.float64: torch.float64,
@@ -157,7 +159,33 @@ def repair() -> None:
     _Builder.get_bf16 = _constant
 
 
+def _interpret_language() -> None:
+    """Interpret Triton's own jitted functions (tl.sum, tl.cumsum, ...), whatever was imported before the variable."""
+    replaced: dict[int, Any] = {}
+
+    def interpreted(function: JITFunction) -> Any:
+        return replaced.setdefault(id(function), interpreter.InterpretedFunction(function.fn))
+
+    homes = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
+    for home in [*homes, tl.tensor]:
+        for name, value in list(vars(home).items()):
+            if isinstance(value, JITFunction):
+                setattr(home, name, interpreted(value))
+
+
 def switch_on() -> None:
-    """Interpret every kernel that is defined from here on. Child processes inherit it unless they drop the variable."""
-    repair()
+    """Interpret every kernel that is defined from here on. Child processes inherit it unless they drop the variable.
+
+    Raises:
+        RuntimeError: kernels of this library are defined already, and would be compiled.
+    """
+    early = [
+        name
+        for name, module in list(sys.modules.items())
+        if name.startswith("replayssm") and any(isinstance(x, JITFunction) for x in vars(module).values())
+    ]
+    if early:
+        raise RuntimeError(f"switch_on must come before these are imported: {', '.join(early)}")
     os.environ["TRITON_INTERPRET"] = "1"
+    repair()
+    _interpret_language()

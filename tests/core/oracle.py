@@ -6,6 +6,8 @@ that an implementation may have there, per head, so that a tolerance is computed
 * `gross` bounds the rounding of the arithmetic. It sums the norms of everything that was ever added to the state, with
   the same decay but without cancellation: gross' = max(d) gross + |what this token adds|. A sum in floating point has an
   error of a small multiple of eps times that.
+* `path` sums |log decay|. A window's decays are exp of differences of running sums kept in fp64, each of which is
+  rounded: a relative error of fp64's eps times the length of the path, which only shows where decay is strong.
 * `drift` bounds what storing the checkpoint in a low-precision format has added. All three recurrences are contractions,
   |diag(d)| <= 1 and |I - beta k k^T| <= 1 for 0 <= beta <= 2 and |k| <= 1, so an error that enters at a flush is never
   larger later: it decays with d, and each flush adds one rounding of the state.
@@ -40,6 +42,7 @@ class Next:
     state: Array  # [H, N, P]
     y: Array  # [H, P]
     kept: Array  # [H], largest decay factor of the head
+    path: Array  # [H], largest |log decay| of the head
     added: Array  # [H], norm of what the token adds to the state, without cancellation
     probe: Array  # [H], norm of the query
     bypass: Array  # [H], norm of the term beside the state
@@ -58,16 +61,18 @@ def mamba2(state: Array, token: Token, params: Token) -> Next:
     x, dt = token["x"], token["dt"]
     heads = len(dt)
     B, C = _per_head(token["B"], heads), _per_head(token["C"], heads)
-    kept = np.exp(dt * params["A"])
+    log_decay = dt * params["A"]
+    kept = np.exp(log_decay)
     write = dt[:, None] * x
     state = kept[:, None, None] * state + B[:, :, None] * write[:, None, :]
     skip = params["D"][:, None] * x
     y = (state * C[:, :, None]).sum(1) + skip
-    return Next(state, y, kept, _norm(B, 1) * _norm(write, 1), _norm(C, 1), _norm(skip, 1))
+    return Next(state, y, kept, -log_decay, _norm(B, 1) * _norm(write, 1), _norm(C, 1), _norm(skip, 1))
 
 
-def _delta(state: Array, token: Token, decay: Array) -> Next:
-    """`decay` [H, 1] or [H, N]."""
+def _delta(state: Array, token: Token, log_decay: Array) -> Next:
+    """`log_decay` [H, 1] or [H, N]."""
+    decay = np.exp(log_decay)
     v, beta = token["v"], token["beta"]
     heads, key_dim = len(beta), state.shape[1]
     k, q = token["k"], token["q"]
@@ -78,15 +83,16 @@ def _delta(state: Array, token: Token, decay: Array) -> Next:
     size_k = _norm(k, 1)
     added = beta * size_k * (_norm(v, 1) + _norm(state, (1, 2)) * size_k)
     state = state + k[:, :, None] * u[:, None, :]
-    return Next(state, (state * q[:, :, None]).sum(1), decay.max(1), added, _norm(q, 1), np.zeros(heads))
+    y = (state * q[:, :, None]).sum(1)
+    return Next(state, y, decay.max(1), -log_decay.min(1), added, _norm(q, 1), np.zeros(heads))
 
 
 def gdn(state: Array, token: Token, params: Token) -> Next:
-    return _delta(state, token, np.exp(token["log_decay"])[:, None])
+    return _delta(state, token, token["log_decay"][:, None])
 
 
 def kda(state: Array, token: Token, params: Token) -> Next:
-    return _delta(state, token, np.exp(token["log_decay"]))
+    return _delta(state, token, token["log_decay"])
 
 
 RULES: dict[str, Callable[[Array, Token, Token], Next]] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
@@ -124,9 +130,11 @@ class _Trace:
     states: list[Array]
     gross: list[Array]
     loss: list[Array]  # running sum of log(kept)
+    path: list[Array]  # running sum of path
 
     def copy(self, tokens: int) -> _Trace:
-        return _Trace(self.states[: tokens + 1], self.gross[: tokens + 1], self.loss[: tokens + 1])
+        end = tokens + 1
+        return _Trace(self.states[:end], self.gross[:end], self.loss[:end], self.path[:end])
 
 
 @dataclass
@@ -148,7 +156,7 @@ class Sequence:
     def __post_init__(self) -> None:
         heads = [layer.state_shape[0] for layer in self.layers]
         self.trace = [
-            _Trace([np.zeros(layer.state_shape)], [np.zeros(h)], [np.zeros(h)])
+            _Trace([np.zeros(layer.state_shape)], [np.zeros(h)], [np.zeros(h)], [np.zeros(h)])
             for layer, h in zip(self.layers, heads, strict=True)
         ]
         self.drift = [np.zeros(h) for h in heads]
@@ -185,6 +193,9 @@ class Sequence:
     def gross(self, layer: int, tokens: int | None = None) -> Array:
         return self.trace[layer].gross[len(self.tokens) if tokens is None else tokens]
 
+    def path(self, layer: int) -> Array:
+        return self.trace[layer].path[-1]
+
     def drift_at(self, layer: int, tokens: int | None = None) -> Array:
         """Error that roundings of the checkpoint may have left in the state after `tokens` >= `folded` tokens."""
         return self.drift[layer] * self._kept(layer, len(self.tokens) if tokens is None else tokens)
@@ -205,6 +216,7 @@ class Sequence:
             for step in self.outputs(layer, numbers):
                 trace.states.append(step.state)
                 trace.gross.append(step.kept * trace.gross[-1] + step.added)
+                trace.path.append(trace.path[-1] + step.path)
                 with np.errstate(divide="ignore"):  # a decay may underflow to zero
                     trace.loss.append(trace.loss[-1] + np.maximum(np.log(step.kept), -700))
         self.tokens += numbers

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from replayssm.flow.backend import kernels_of
 from replayssm.flow.step import batch_of, per_row
 from replayssm.state.cursor import commit as advance
 from replayssm.state.pool import StatePool
@@ -26,19 +27,29 @@ def commit(pool: StatePool, slots: Sequence[int] | Tensor, accepted: int | Seque
         ValueError: accepted is out of range (device tensors are clamped instead: the host does not wait for them).
     """
     index = batch_of(pool, slots)
-    live, at = index != PAD_SLOT, index.clamp(min=0)
     count = per_row(pool, accepted, len(index), "accepted")
-    cursor = pool.cursor
+    if host_visible(index):
+        _require_pending(pool, index, count)
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        kernels.commit(index, count)
+        return
+    live, at, cursor = index != PAD_SLOT, index.clamp(min=0), pool.cursor
     pending = torch.where(live, cursor.pending[at], 0)
-    if host_visible(count):
-        wrong = live & ((count < 0) | (count > pending))
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"accepted {int(count[row])} for slot {int(index[row])}, which has {int(pending[row])} pending rows"
-            )
-    count = torch.where(live, torch.minimum(count.clamp(min=0), pending), 0)
-    length, position = advance(cursor.length[at], cursor.position[at], count)
-    cursor.length.index_add_(0, at, torch.where(live, length - cursor.length[at], 0))
-    cursor.position.index_add_(0, at, torch.where(live, position - cursor.position[at], 0))
+    kept = torch.minimum(torch.as_tensor(count, device=pool.device).clamp(min=0), pending)
+    length, position = advance(cursor.length[at], cursor.position[at], kept)
+    cursor.length.index_add_(0, at, length - cursor.length[at])
+    cursor.position.index_add_(0, at, position - cursor.position[at])
     cursor.pending.index_add_(0, at, -pending)
+
+
+def _require_pending(pool: StatePool, slots: Tensor, accepted: int | Tensor) -> None:
+    live = slots != PAD_SLOT
+    pending = torch.where(live, pool.cursor.pending[slots.clamp(min=0)], 0)
+    count = torch.as_tensor(accepted).expand(len(slots))
+    wrong = live & ((count < 0) | (count > pending))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"accepted {int(count[row])} for slot {int(slots[row])}, which has {int(pending[row])} pending rows"
+        )

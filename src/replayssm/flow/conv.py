@@ -67,6 +67,8 @@ def causal_conv(
     """
     window = conv_window(pool, layer, step)
     conv_append(pool, layer, step, raw)
+    if step.width == 0:
+        return raw  # torch refuses a convolution without outputs
     joined = torch.cat([window, masked(raw, step.token_mask)], 1).transpose(1, 2)
     out = F.silu(F.conv1d(joined, weight.unsqueeze(1), bias, groups=weight.shape[0])).transpose(1, 2)
     return masked(out, step.token_mask)

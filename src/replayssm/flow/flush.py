@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from replayssm.flow import algebra
+from replayssm.flow.backend import kernels_of
 from replayssm.flow.records import take_ring
 from replayssm.flow.step import Step, guarded, open_step, settle_flush
-from replayssm.state.cursor import Cursor
 from replayssm.state.pool import LayerState, StatePool
 from replayssm.state.rows import host_visible
 
@@ -19,21 +19,25 @@ def flush(pool: StatePool, slots: Sequence[int] | Tensor) -> None:
     """Fold these slots now, between steps. Pending rows stay pending."""
     forced = open_step(pool, slots, 0, forced=True)
     with guarded(pool, forced):
-        for layer in pool.layers:
-            fold_due(layer, forced, pool.cursor)
+        for layer in range(len(pool.layers)):
+            fold_due(pool, layer, forced)
     settle_flush(pool, forced)
 
 
-def fold_due(layer: LayerState, step: Step, cursor: Cursor) -> None:
-    """Fold, in one layer, the records of the rows that are due; other rows are untouched."""
-    active = step.folded > 0
+def fold_due(pool: StatePool, number: int, step: Step) -> None:
+    """Fold, in layer `number`, the records of the rows that are due; other rows are untouched."""
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        kernels.fold_due(number, step.plan)
+        return
+    layer, active = pool.layers[number], step.folded > 0
     slots, rows, mask, empty = step.slots, step.fold_rows, step.fold_mask, step.empty_before
     if host_visible(active):
         chosen = active.nonzero().squeeze(1)
         if not len(chosen):
             return
         slots, rows, mask, empty, active = (x[chosen] for x in (slots, rows, mask, empty, active))
-    layer.store(slots, folded_state(layer, slots, rows, mask, empty), active, cursor)
+    layer.store(slots, folded_state(layer, slots, rows, mask, empty), active, pool.cursor)
 
 
 def folded_state(layer: LayerState, slots: Tensor, rows: Tensor, mask: Tensor, empty: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from replayssm.flow.backend import kernels_of
 from replayssm.flow.flush import folded_state
-from replayssm.flow.step import per_row
-from replayssm.state.cursor import ring_row
+from replayssm.flow.step import Step, per_row, plan_rows
+from replayssm.state.plan import COLUMN
 from replayssm.state.pool import StatePool
 
 
@@ -51,8 +52,12 @@ def materialize_into(
         raise
     target = torch.tensor(taken, device=pool.device)
     active = torch.ones(len(taken), dtype=torch.bool, device=pool.device)
+    kernels = kernels_of(pool)
     for index, layer in enumerate(pool.layers):
-        layer.store(target, _states(pool, index, slots, bounds), active, pool.cursor)
+        if kernels is None:
+            layer.store(target, _states(pool, index, slots, bounds), active, pool.cursor)
+        else:
+            kernels.materialize_into(index, _plan(pool, slots, bounds), target)
         if "carry.conv" in layer.tensors:
             carry = layer.tensors["carry.conv"]
             for src, new in zip(slots, taken, strict=True):
@@ -69,7 +74,7 @@ def _boundaries(pool: StatePool, slots: Sequence[int], records: int | Sequence[i
     length = pool.cursor.length[torch.tensor(list(slots), dtype=torch.int64, device=pool.device)]
     if records is None:
         return length
-    count = per_row(pool, records, len(slots), "records")
+    count = torch.as_tensor(per_row(pool, records, len(slots), "records"), device=pool.device).expand(len(slots))
     wrong = (count < 0) | (count > length)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
@@ -80,9 +85,18 @@ def _boundaries(pool: StatePool, slots: Sequence[int], records: int | Sequence[i
 
 
 def _states(pool: StatePool, layer: int, slots: Sequence[int], records: Tensor) -> Tensor:
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        out = torch.empty(len(slots), *pool.layers[layer].layout.geometry.state_shape, device=pool.device)
+        kernels.materialize(layer, _plan(pool, slots, records), out)
+        return out
+    step = Step(_plan(pool, slots, records), 0, False, pool.config.window, pool.ring_rows)
+    return folded_state(pool.layers[layer], step.slots, step.fold_rows, step.fold_mask, step.empty_before)
+
+
+def _plan(pool: StatePool, slots: Sequence[int], records: Tensor) -> Tensor:
+    """A plan [B, columns] whose rows fold `records` of their slots' records: as a flush's, but for some of them."""
     index = torch.tensor(list(slots), dtype=torch.int64, device=pool.device)
-    cursor = pool.cursor
-    offsets = torch.arange(pool.config.window, device=pool.device)
-    rows = ring_row(cursor.start[index].unsqueeze(1), offsets, pool.ring_rows)
-    empty = cursor.position[index] == cursor.length[index]
-    return folded_state(pool.layers[layer], index, rows, offsets < records.unsqueeze(1), empty)
+    plan = plan_rows(pool, index, 0, 0, pool.config.window, True)
+    plan[:, COLUMN["folded"]] = records
+    return plan

@@ -46,7 +46,7 @@ def prefill(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor
         state = algebra.fold(state, recurrence.key(record), u, log_decay, geometry)
         outputs.append(y)
     target.store(step.slots, state, step.tokens > 0, pool.cursor)
-    y = torch.cat(outputs, 1) if outputs else torch.zeros(len(step.slots), 0, *geometry.state_shape[::2])
+    y = torch.cat(outputs, 1) if outputs else state.new_zeros(len(step.slots), 0, geometry.heads, geometry.value_dim)
     return torch.where(step.token_mask[..., None, None], y, 0)
 
 
@@ -57,7 +57,7 @@ def state_before(pool: StatePool, layer: int, step: Step) -> Tensor:
     """
     _require_prompt(step)
     target = pool.layers[layer]
-    fold_due(target, step, pool.cursor)
+    fold_due(pool, layer, step)
     return torch.where(step.empty[:, None, None, None], 0, target.state(step.slots, "checkpoint"))
 
 

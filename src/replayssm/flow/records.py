@@ -17,24 +17,29 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), x, 0)
 
 
-def take_inputs(layout: StateLayout, step: Step, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layer's inputs, checked, masked and raised to the compute dtype."""
+def check_inputs(layout: StateLayout, step: Step, inputs: Mapping[str, Tensor]) -> None:
+    """ValueError unless the layer's inputs are exactly those of its recurrence, in shape, dtype and device."""
     recurrence = layout.recurrence
     names = [f.name for f in recurrence.inputs]
     if set(inputs) != set(names):
         raise ValueError(f"inputs of {recurrence.title} must be exactly {names}, got {sorted(inputs)}")
-    taken = {}
+    rows, device = step.plan.shape[0], step.plan.device
     for field in recurrence.inputs:
-        x, shape = inputs[field.name], (len(step.slots), step.width, *field.shape(layout.geometry))
+        x, shape = inputs[field.name], (rows, step.width, *field.shape(layout.geometry))
         if tuple(x.shape) != shape:
             raise ValueError(f"input {field.name!r} must have shape {list(shape)}, got {list(x.shape)}")
-        if x.device != step.slots.device:
-            raise ValueError(f"input {field.name!r} is on {x.device}, the pool on {step.slots.device}")
+        if x.device != device:
+            raise ValueError(f"input {field.name!r} is on {x.device}, the pool on {device}")
         expected = layout.dtype_of(field)
         if x.dtype != expected:
             raise ValueError(f"input {field.name!r} must be {expected}, got {x.dtype}")
-        taken[field.name] = masked(x, step.token_mask).to(layout.compute_dtype)
-    return taken
+
+
+def take_inputs(layout: StateLayout, step: Step, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layer's inputs, checked, masked and raised to the compute dtype."""
+    check_inputs(layout, step, inputs)
+    mask, dtype = step.token_mask, layout.compute_dtype
+    return {field.name: masked(inputs[field.name], mask).to(dtype) for field in layout.recurrence.inputs}
 
 
 def take_ring(layer: LayerState, slots: Tensor, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:

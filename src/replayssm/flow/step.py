@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replayssm.flow.backend import kernels_of
 from replayssm.state import cursor as arithmetic
+from replayssm.state.plan import COLUMN, COLUMNS
 from replayssm.state.pool import StatePool
 from replayssm.state.rows import host_visible
 from replayssm.state.slots import PAD_SLOT
@@ -17,35 +19,65 @@ from replayssm.state.slots import PAD_SLOT
 
 @dataclass(frozen=True)
 class Step:
-    """What every layer of one step needs to know. Tensors are int64 [B] unless said; B rows, T = `width` tokens.
+    """What every layer of one step needs to know. B rows, T = `width` tokens.
 
     Args:
-        slots: slot of each row, PAD_SLOT on padded rows.
-        tokens: new tokens of each row, 0..T; 0 on padded rows. Tokens beyond it are ignored.
-        width: T, the padded number of tokens.
-        folded: committed records that this row's flush folds before its tokens run, 0 where nothing is due.
-        fold_start: physical ring row of the oldest of those.
-        history: committed records in the ring that outputs read, after the flush.
-        start: physical ring row of the oldest of those; drafts follow at start + history.
-        position: tokens committed before this step.
-        due: bool, whether the row's ring is emptied by this step.
+        plan: int64 [B, columns], everything that differs from row to row; `state.plan.COLUMNS` says what. The
+            properties name its columns, as views [B].
+        width: T, the padded number of tokens. Tokens of a row beyond its own number are ignored.
         is_prompt: True when the step's tokens go straight into the checkpoint.
         window: configured window, the padded number of history rows.
         ring_rows: physical rows of the ring.
     """
 
-    slots: Tensor
-    tokens: Tensor
+    plan: Tensor
     width: int
-    folded: Tensor
-    fold_start: Tensor
-    history: Tensor
-    start: Tensor
-    position: Tensor
-    due: Tensor
     is_prompt: bool
     window: int
     ring_rows: int
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [B]: slot of each row, PAD_SLOT on padded rows."""
+        return self._column("slot")
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B]: new tokens of each row, 0..T; 0 on padded rows."""
+        return self._column("tokens")
+
+    @property
+    def folded(self) -> Tensor:
+        """int64 [B]: committed records that this row's flush folds before its tokens run, 0 where nothing is due."""
+        return self._column("folded")
+
+    @property
+    def fold_start(self) -> Tensor:
+        """int64 [B]: physical ring row of the oldest of those."""
+        return self._column("fold_start")
+
+    @property
+    def history(self) -> Tensor:
+        """int64 [B]: committed records in the ring that outputs read, after the flush."""
+        return self._column("history")
+
+    @property
+    def start(self) -> Tensor:
+        """int64 [B]: physical ring row of the oldest of those; drafts follow at start + history."""
+        return self._column("start")
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [B]: tokens committed before this step."""
+        return self._column("position")
+
+    @property
+    def due(self) -> Tensor:
+        """bool [B]: the row's ring is emptied by this step."""
+        return self._column("due") != 0
+
+    def _column(self, name: str) -> Tensor:
+        return self.plan[:, COLUMN[name]]
 
     @property
     def token_mask(self) -> Tensor:
@@ -83,7 +115,7 @@ class Step:
     @property
     def empty_before(self) -> Tensor:
         """bool [B]: the checkpoint held no token before this step; its memory is undefined and stands for zero."""
-        return self.position == self.folded + self.history
+        return self._column("empty") != 0
 
     @property
     def empty(self) -> Tensor:
@@ -105,14 +137,22 @@ def batch_of(pool: StatePool, slots: Sequence[int] | Tensor) -> Tensor:
     return slots.long()
 
 
-def per_row(pool: StatePool, value: int | Sequence[int] | Tensor, rows: int, name: str) -> Tensor:
-    """`value` as int64 [B] on the pool's device."""
-    if isinstance(value, int):
-        return torch.full((rows,), value, dtype=torch.int64, device=pool.device)
-    tensor = torch.as_tensor(value, device=pool.device)
-    if tensor.shape != (rows,) or tensor.is_floating_point():
-        raise ValueError(f"{name} must be an integer or {rows} integers, one per row, got {list(tensor.shape)}")
-    return tensor.long()
+def per_row(
+    pool: StatePool, value: int | Sequence[int] | Tensor, rows: int, name: str, limits: tuple[int, int] | None = None
+) -> int | Tensor:
+    """`value` for every row, or int64 [B] on the pool's device; within `limits` where the host can see it."""
+    if not isinstance(value, int):
+        value = torch.as_tensor(value, device=pool.device)
+        if value.shape != (rows,) or (rows and value.is_floating_point()):  # torch takes no rows for floating ones
+            raise ValueError(f"{name} must be an integer or {rows} integers, one per row, got {list(value.shape)}")
+        value = value.long()
+    if limits is not None and rows and (isinstance(value, int) or host_visible(value)):
+        low, high = limits
+        least, most = (value, value) if isinstance(value, int) else (int(value.min()), int(value.max()))
+        if least < low or most > high:
+            given = value if isinstance(value, int) else value.tolist()
+            raise ValueError(f"{name} must be in {low}..{high} for every row, got {given}")
+    return value
 
 
 def open_step(
@@ -135,7 +175,8 @@ def open_step(
         width: padded number of tokens T of the layers' inputs; the largest of `tokens` where the host knows it.
         window: window in force of each row, 1..config.window; a smaller one flushes earlier.
         forced: flush these rows whatever their length.
-        is_prompt: the tokens are a prompt (or a chunk of one): rows are flushed and tokens go to the checkpoint.
+        is_prompt: the tokens are a prompt (or a chunk of one): rows are flushed and tokens go to the checkpoint. A row
+            without any is treated as padding.
 
     Raises:
         SlotError: a slot is unknown, not in use, broken, or comes twice.
@@ -144,48 +185,56 @@ def open_step(
     config = pool.config
     index = batch_of(pool, slots)
     rows = len(index)
-    live = index != PAD_SLOT
-    counts = per_row(pool, tokens, rows, "tokens")
     if width is None:
         width = tokens if isinstance(tokens, int) else max([0, *torch.as_tensor(tokens).tolist()])
     limit = width if is_prompt else config.verify_len
     if width > limit:
         raise ValueError(f"a step has at most verify_len = {limit} tokens per row, got {width}; raise verify_len")
-    if host_visible(counts) and rows and not (int(counts.min()) >= 0 and int(counts.max()) <= width):
-        raise ValueError(f"tokens must be in 0..{width} for every row, got {counts.tolist()}")
-    counts = torch.where(live, counts.clamp(0, width), 0)
-
-    at = index.clamp(min=0)
-    cursor = pool.cursor
-    start, length, position = (torch.where(live, c[at], 0) for c in (cursor.start, cursor.length, cursor.position))
-    in_force = cursor.window[at]
-    if window is not None:
-        asked = per_row(pool, window, rows, "window")
-        if host_visible(asked) and rows and not (int(asked.min()) >= 1 and int(asked.max()) <= config.window):
-            raise ValueError(f"window in force must be in 1..{config.window} for every row, got {asked.tolist()}")
-        in_force = torch.minimum(in_force, asked)
+    counts = per_row(pool, tokens, rows, "tokens", (0, width))
+    if is_prompt:  # a row without prompt tokens is left alone like padding: it has no state to take its ring's place
+        index = torch.where(torch.as_tensor(counts, device=pool.device) > 0, index, PAD_SLOT)
+    in_force = config.window if window is None else per_row(pool, window, rows, "window in force", (1, config.window))
+    must: bool | Tensor
     if isinstance(forced, bool):
-        must = torch.full((rows,), forced or is_prompt, device=pool.device)
+        must = forced or is_prompt
     else:
         must = torch.as_tensor(forced, device=pool.device).bool() | is_prompt
         if must.shape != (rows,):
             raise ValueError(f"forced must be a bool or {rows} bools, one per row, got {list(must.shape)}")
-    is_due = live & torch.as_tensor(arithmetic.due(length, counts, in_force, must))
-    new_start, new_length = arithmetic.settle(start, length, is_due, pool.ring_rows)
-    return Step(
-        slots=index,
-        tokens=counts,
-        width=width,
-        folded=length - new_length,
-        fold_start=start,
-        history=new_length,
-        start=new_start,
-        position=position,
-        due=is_due,
-        is_prompt=is_prompt,
-        window=config.window,
-        ring_rows=pool.ring_rows,
-    )
+    kernels = kernels_of(pool)
+    if kernels is None:
+        plan = plan_rows(pool, index, counts, width, in_force, must)
+    else:
+        plan = kernels.plan_rows(index, counts, width, in_force, must)
+    return Step(plan, width, is_prompt, config.window, pool.ring_rows)
+
+
+def plan_rows(
+    pool: StatePool, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor, forced: bool | Tensor
+) -> Tensor:
+    """The plan of a step, int64 [B, columns]; arguments as in `open_step`, checked."""
+    live, at, cursor = slots != PAD_SLOT, slots.clamp(min=0), pool.cursor
+    counts = torch.where(live, torch.as_tensor(tokens, device=pool.device).clamp(0, width), 0)
+    start, length, position = (torch.where(live, c[at], 0) for c in (cursor.start, cursor.length, cursor.position))
+    in_force = torch.minimum(cursor.window[at], torch.as_tensor(window, device=pool.device))
+    is_due = live & torch.as_tensor(arithmetic.due(length, counts, in_force, forced))
+    new_start, history = arithmetic.settle(start, length, is_due, pool.ring_rows)
+    folded = length - history
+    folds = folded > 0
+    columns = {
+        "slot": slots,
+        "tokens": counts,
+        "folded": folded,
+        "fold_start": start,
+        "history": history,
+        "empty": position == length,
+        "order": torch.argsort(folds, descending=True, stable=True),
+        "due_count": folds.sum().expand(len(slots)),
+        "start": new_start,
+        "position": position,
+        "due": is_due,
+    }
+    return torch.stack([columns[name].long() for name in COLUMNS], 1)
 
 
 def close_step(pool: StatePool, done: Step) -> None:
@@ -193,6 +242,10 @@ def close_step(pool: StatePool, done: Step) -> None:
 
     Padded rows add zero to slot 0, so that no row needs to be picked on the host.
     """
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        kernels.close_step(done.plan, is_prompt=done.is_prompt)
+        return
     cursor, at = pool.cursor, done.slots.clamp(min=0)
     live = done.slots != PAD_SLOT
     added = done.tokens if done.is_prompt else torch.zeros_like(done.tokens)
@@ -220,6 +273,10 @@ def close_step(pool: StatePool, done: Step) -> None:
 
 def settle_flush(pool: StatePool, done: Step) -> None:
     """Move the cursors of rows that were flushed between steps; what is pending stays so."""
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        kernels.settle_flush(done.plan)
+        return
     cursor, at = pool.cursor, done.slots.clamp(min=0)
     for name, value in (("start", done.start), ("length", done.history)):
         counter = getattr(cursor, name)

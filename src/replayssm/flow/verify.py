@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from replayssm.flow import algebra
+from replayssm.flow.backend import kernels_of
 from replayssm.flow.flush import fold_due
-from replayssm.flow.records import take_inputs, take_ring
+from replayssm.flow.records import check_inputs, take_inputs, take_ring
 from replayssm.flow.step import Step
-from replayssm.state.cursor import Cursor
 from replayssm.state.pool import LayerState, StatePool
 from replayssm.state.rows import put_rows
 
 
-def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]) -> Tensor:
+def verify(
+    pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor], out: Tensor | None = None
+) -> Tensor:
     """Run one layer of a step.
 
     Rows that are due are folded first. The tokens' records are written behind the committed ones; they become real
@@ -28,20 +30,39 @@ def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]
         step: from `open_step`.
         inputs: the fields of `recurrence.inputs`, each [B, T, ...]; "model" fields in the model's dtype. Rows and
             tokens beyond the step's mask may hold anything.
+        out: [B, T, H, P] to write the outputs to, contiguous within a token, in any floating dtype.
 
     Returns:
-        y [B, T, H, P] in the compute dtype; zero on padded rows and tokens.
+        y [B, T, H, P] in the compute dtype, or `out`; zero on padded rows and tokens.
 
     Raises:
         ValueError: a field is missing, unknown, or has the wrong shape, dtype or device.
     """
     state = pool.layers[layer]
-    return _verify(state, step, take_inputs(state.layout, step, inputs), pool.cursor)
+    if out is not None:
+        _check_out(state, step, out)
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        check_inputs(state.layout, step, inputs)
+        return kernels.verify(layer, step.plan, step.width, inputs, out)
+    y = _verify(pool, layer, step, take_inputs(state.layout, step, inputs))
+    return y if out is None else out.copy_(y)
 
 
-def _verify(layer: LayerState, step: Step, inputs: dict[str, Tensor], cursor: Cursor) -> Tensor:
+def _check_out(layer: LayerState, step: Step, out: Tensor) -> None:
+    geometry = layer.layout.geometry
+    shape = (step.plan.shape[0], step.width, geometry.heads, geometry.value_dim)
+    if tuple(out.shape) != shape or out.device != step.plan.device or not out.is_floating_point():
+        given = f"{out.dtype} {list(out.shape)} on {out.device}"
+        raise ValueError(f"out must be floating {list(shape)} on {step.plan.device}, got {given}")
+    if out.stride()[2:] != (geometry.value_dim, 1):
+        raise ValueError(f"out must be contiguous within a token, got strides {list(out.stride())}")
+
+
+def _verify(pool: StatePool, number: int, step: Step, inputs: dict[str, Tensor]) -> Tensor:
+    layer = pool.layers[number]
     recurrence = layer.layout.recurrence
-    fold_due(layer, step, cursor)
+    fold_due(pool, number, step)
     state = layer.state(step.slots, layer.read_kind)
     state = torch.where(step.empty[:, None, None, None], 0, state)
 

@@ -83,9 +83,9 @@ def layer_refusal(layer: LayerState) -> str | None:
         if spec.name.startswith("carry."):
             continue
         tensor = layer.tensors[spec.name]
-        inner = tensor[0, 0] if spec.name.startswith("ring.") else tensor[0]
-        if not inner.is_contiguous():
-            what = "a ring row" if spec.name.startswith("ring.") else "a slot"
+        is_ring = spec.name.startswith("ring.")
+        if not (tensor[0, 0, 0] if is_ring else tensor[0]).is_contiguous():
+            what = "one head of a record" if is_ring else "a slot"
             return (
                 f"tensor {spec.name!r} must be contiguous within {what}, got strides {list(tensor.stride())} for shape "
                 f"{list(tensor.shape)}"

@@ -1,0 +1,47 @@
+"""Replay in an existing model library: `attach` changes one model instance, `detach` gives it back as it was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replayssm.config import ReplayConfig
+from replayssm.recurrences.binding import supported_families
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from replayssm.attach.transformers.attached import Attached
+
+# transformers takes seconds to import, so it is imported by the first call and not by `import replayssm`.
+
+
+def attach(model: nn.Module, config: ReplayConfig | None = None) -> Attached:
+    """Let a transformers model keep its recurrent state as checkpoint and ring.
+
+    `model.generate()` and calls with a cache work as before. The class, other instances and the weights are untouched.
+
+    Args:
+        model: a model of one of `supported_families()`.
+        config: how the state is kept; `ReplayConfig()` by default.
+
+    Raises:
+        TypeError: `model` is no model, or `config` no ReplayConfig.
+        ValueError: the model is already attached, or cannot be; the message says why.
+    """
+    from replayssm.attach.transformers import attached
+
+    return attached.attach(model, ReplayConfig() if config is None else config)
+
+
+def detach(model: nn.Module) -> None:
+    """Give an attached model back as it was. Caches that it filled cannot be used any more.
+
+    Raises:
+        ValueError: the model is not attached.
+    """
+    from replayssm.attach.transformers import attached
+
+    attached.detach(model)
+
+
+__all__ = ["attach", "detach", "supported_families"]

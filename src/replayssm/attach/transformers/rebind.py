@@ -1,0 +1,100 @@
+"""A mixer's own forward with the functions that touch the state replaced.
+
+The forward's code runs with a copy of its module's globals in which a few names mean our functions. They act only when
+they are handed a `StateHandle`, and call the original otherwise, so that prompts keep whatever kernels are installed.
+The class, its module and its other instances are not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from replayssm.attach.transformers.find import RecurrentLayer
+from replayssm.attach.transformers.sequences import StateHandle
+from replayssm.recurrences.binding import Binding, Core
+
+
+def rebound_forward(layer: RecurrentLayer) -> Callable[..., Any]:
+    """The forward of the layer's mixer class, as a function of (mixer, *args, **kwargs).
+
+    Raises:
+        ValueError: the forward does not call the functions that it must.
+    """
+    cls: Any = type(layer.mixer)
+    return _rebound(cls, layer.binding)
+
+
+@functools.cache
+def _rebound(cls: Any, binding: Binding) -> Callable[..., Any]:
+    # unwrapping drops two decorators: one moves offloaded weights (attach refuses offloaded models), one renames the
+    # old cache argument (the models themselves use the new one)
+    forward = inspect.unwrap(cls.forward)
+    names = {binding.conv_step, binding.conv, *(core.name for core in binding.cores)}
+    missing = sorted(names - (set(forward.__code__.co_names) & set(forward.__globals__)))
+    if missing:
+        raise ValueError(
+            f"{cls.__name__}.forward of transformers {transformers.__version__} does not call {', '.join(missing)}: "
+            "this version is not supported (5.17 to 5.24 are), or the class has a forward of its own"
+        )
+    # torch.compile looks a function's globals up by module name, so the copy must be a module that can be found
+    module = types.ModuleType(f"{__name__}.{cls.__module__}.{cls.__qualname__}")
+    originals = forward.__globals__
+    module.__dict__.update(originals, __name__=module.__name__)
+    module.__dict__[binding.conv_step] = _conv_step(originals[binding.conv_step], originals[binding.conv])
+    for core in binding.cores:
+        module.__dict__[core.name] = _core(core, originals[core.name])
+    sys.modules[module.__name__] = module
+    rebound = types.FunctionType(
+        forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    return rebound
+
+
+def cache_argument(forward: Callable[..., Any]) -> tuple[str, int]:
+    """Name and position (self not counted) of a mixer's cache argument, which 5.24 renamed."""
+    parameters = list(inspect.signature(forward).parameters)
+    name = "cache" if "cache" in parameters else "cache_params"
+    return name, parameters.index(name) - 1
+
+
+def _conv_step(original: Callable[..., Any], conv: Callable[..., Any]) -> Callable[..., Any]:
+    def conv_step(x: Tensor, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, StateHandle):
+            return original(x, state, *args, **kwargs)
+        joined = state.sequences.extend_conv(state.ordinal, x)
+        return conv(joined, *args, **kwargs)[..., -x.shape[-1] :]
+
+    return conv_step
+
+
+def _core(core: Core, original: Callable[..., Any]) -> Callable[..., Any]:
+    def advance(*args: Any, **kwargs: Any) -> Any:
+        handle = _handle_in(args, kwargs)
+        if handle is None:
+            return original(*args, **kwargs)
+        sequences, ordinal = handle.sequences, handle.ordinal
+        if sequences.is_prompt:
+            state = sequences.state_before(ordinal)
+            args = tuple(state if x is handle else x for x in args)
+            kwargs = {name: state if x is handle else x for name, x in kwargs.items()}
+            return original(*args, **kwargs)
+        y = sequences.verify(ordinal, core.inputs(sequences.layers[ordinal].geometry, *args, **kwargs))
+        return core.result(y.contiguous(), handle, *args, **kwargs)
+
+    return advance
+
+
+def _handle_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StateHandle | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, StateHandle):
+            return value
+    return None

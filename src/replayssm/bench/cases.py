@@ -1,0 +1,137 @@
+"""What is measured: geometry, batch, format and way of stepping, and the cycle of phases that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from replayssm.bench.geometries import Model, find
+from replayssm.state import cursor
+from replayssm.state.formats import FORMATS
+from replayssm.state.layout import Tally
+
+MODEL_DTYPE = torch.bfloat16
+"""Activations of every benchmark."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One step of the flush cycle of a row.
+
+    Args:
+        length: committed records at the start of the step.
+        due: whether the row flushes in it.
+    """
+
+    length: int
+    due: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the benchmark.
+
+    Args:
+        geometry: id in `geometries.MODELS`.
+        batch: rows.
+        format: checkpoint format, or "checkpoint+read_copy", as in "fp32+fp8".
+        window: window in force.
+        verify_len: tokens per step.
+        accepted: tokens of each step that stay, 1..verify_len; the rest are rejected.
+    """
+
+    geometry: str
+    batch: int
+    format: str = "fp32"
+    window: int = 16
+    verify_len: int = 1
+    accepted: int = 1
+
+    def __post_init__(self) -> None:
+        find(self.geometry)
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        if not 1 <= self.accepted <= self.verify_len:
+            raise ValueError(f"accepted must be in 1..{self.verify_len}, got {self.accepted}")
+        if not self.verify_len <= self.window:
+            raise ValueError(f"verify_len {self.verify_len} does not fit in window {self.window}")
+
+    @property
+    def model(self) -> Model:
+        return find(self.geometry)
+
+    @property
+    def checkpoint_format(self) -> str:
+        return self.format.partition("+")[0]
+
+    @property
+    def read_format(self) -> str | None:
+        return self.format.partition("+")[2] or None
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of an ordinary kernel's state: that of the checkpoint."""
+        return FORMATS[self.checkpoint_format].dtype
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one layer's states of all rows, as an ordinary kernel keeps them."""
+        H, N, P = self.model.geometry.state_shape
+        return self.batch * H * N * P * self.state_dtype.itemsize
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of one layer's inputs and outputs of all rows and tokens: bf16 activations, exact fields in fp32."""
+        model = self.model
+        tokens = self.batch * self.verify_len
+        total = 2 * tokens * model.geometry.heads * model.geometry.value_dim
+        for field in model.replayed.inputs:
+            elements = tokens
+            for size in field.shape(model.geometry):
+                elements *= size
+            total += elements * (2 if field.dtype == "model" else 4)
+        return total
+
+    def cycle(self) -> list[Phase]:
+        """The steps of a row from one flush to the next in the steady state, the flushing one last."""
+        phases, length = [], self.accepted
+        while not cursor.due(length, self.verify_len, self.window):
+            phases.append(Phase(length, False))
+            length += self.accepted
+        return [*phases, Phase(length, True)]
+
+    def tally(self) -> Tally:
+        """Counts of one whole cycle of all rows."""
+        cycle = self.cycle()
+        history = sum(phase.length for phase in cycle if not phase.due)
+        return Tally(
+            row_steps=self.batch * len(cycle),
+            new_records=self.batch * len(cycle) * self.verify_len,
+            history_records=self.batch * history,
+            flushes=self.batch,
+            folded_records=self.batch * cycle[-1].length,
+        )
+
+    def with_(self, **changes: Any) -> Case:
+        """The same case with some fields changed."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        steps = f" T={self.verify_len} a={self.accepted}" if self.verify_len > 1 else ""
+        return f"{self.geometry} B={self.batch} {self.format} W={self.window}{steps}"
+
+
+def product(
+    geometries: list[str], batches: list[int], formats: list[str], windows: list[int], steps: list[tuple[int, int]]
+) -> Iterator[Case]:
+    """Every combination; `steps` are pairs (verify_len, accepted)."""
+    for geometry in geometries:
+        for batch in batches:
+            for form in formats:
+                for window in windows:
+                    for verify_len, accepted in steps:
+                        if verify_len <= window:
+                            yield Case(geometry, batch, form, window, verify_len, accepted)

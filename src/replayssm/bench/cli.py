@@ -1,0 +1,95 @@
+"""`replayssm bench kernels`: measure this library's layer kernels on the CUDA device of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
+
+USAGE_STATUS = 2
+DEFAULT_GEOMETRIES = ("nemotron3-super-120b", "qwen3.5-122b-a10b")
+DEFAULT_BATCHES = (1, 8, 64, 256)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `kernels` a command of its own while it is the only one."""
+
+
+@app.command()
+def kernels(
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option("--geometry", "-g", help="Model whose layers to time; may be repeated.", show_default=False),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", "-b", help="Rows; may be repeated.", show_default=False)
+    ] = None,
+    state_format: Annotated[
+        str, typer.Option("--format", help='Checkpoint format, or "checkpoint+read copy", as in fp32+bf16.')
+    ] = "fp32",
+    window: Annotated[int, typer.Option(help="Window in force.")] = 16,
+    verify_len: Annotated[int, typer.Option("--verify-len", help="Tokens per step: 1 + drafts.")] = 1,
+    accepted: Annotated[
+        int | None, typer.Option(help="Tokens of each step that stay; all but one by default.", show_default=False)
+    ] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.", show_default=False)
+    ] = None,
+    plot_out: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw the speed-up over ordinary kernels to this file.", show_default=False),
+    ] = None,
+) -> None:
+    """Time one layer's step, averaged over the flush cycle, with a cold L2, against the time to read its bytes.
+
+    A row appears only if outputs and state agree with an fp64 reference. Ordinary kernels of other packages take part
+    when `benchmarks/kernels/run.py` of the source tree is used instead.
+    """
+    from replayssm.bench.cases import Case
+
+    keep = accepted if accepted is not None else max(1, verify_len - 1)
+    try:
+        cases = [
+            Case(name, rows, state_format, window, verify_len, keep)
+            for name in geometry or DEFAULT_GEOMETRIES
+            for rows in batch or DEFAULT_BATCHES
+        ]
+    except ValueError as error:
+        _fail(str(error))
+    try:
+        import torch
+        import triton  # noqa: F401 - named here so that its absence is one sentence
+    except ImportError as error:
+        _fail(f"bench kernels needs torch and triton, and {error.name} is not installed; install replayssm[gpu]")
+    if not torch.cuda.is_available():
+        _fail("bench kernels needs a CUDA GPU, and torch sees none on this machine")
+
+    from replayssm.bench.replay import Replay
+    from replayssm.bench.session import open_session
+    from replayssm.bench.show import plot, print_tables
+
+    candidate = Replay()
+    reason = next((r for r in map(candidate.refuses, cases) if r is not None), None)
+    if reason is not None:
+        _fail(reason)
+    session = open_session(torch.device("cuda"), json_out)
+    session.measure_copy()
+    for case in cases:
+        session.measure_floor(case)
+        session.measure(candidate, case)
+    print_tables(session.report)
+    if plot_out is not None:
+        try:
+            plot(session.report, plot_out)
+        except RuntimeError as error:
+            _fail(str(error))
+    raise typer.Exit(1 if session.report.refusals else 0)
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(USAGE_STATUS)

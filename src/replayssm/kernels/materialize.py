@@ -1,0 +1,197 @@
+"""The Triton template of `materialize`: the state after any prefix of the ring, for many rows in one launch.
+
+A flush between steps is the same with the slot's own checkpoint as destination. A program owns one row, one head and
+BLOCK_P columns; each state is read once and written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.kernels.launch import form_of
+from replayssm.kernels.verify import EMPTY, FOLD_START, FOLDED, SLOT, high_low, split_dot
+from replayssm.state.layout import StateLayout
+from replayssm.state.pool import LayerState
+
+BLOCK_P, NUM_WARPS = 32, 4
+
+
+@triton.jit
+def fold(
+    S, keys, writes, ring, layer_params, slot, start, records, g, h, n, n_mask, p, p_mask,
+    N: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr, CHANNEL: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """The columns S [NP, BLOCK_P] of a state after the oldest `records` records of its ring."""
+    j = tl.arange(0, WP)
+    j_mask = j < records
+    later_mask = j + 1 < records
+    rows = (start + j) % RING_ROWS
+    later_rows = (start + j + 1) % RING_ROWS
+    past = tl.load(
+        writes[0] + slot * writes[1] + rows[:, None] * writes[2] + h * writes[3] + p[None, :],
+        mask=j_mask[:, None] & p_mask[None, :],
+        other=0,
+    ).to(tl.float32)
+    raw = tl.load(
+        keys[0] + slot * keys[1] + rows[None, :] * keys[2] + g * keys[3] + n[:, None],
+        mask=j_mask[None, :] & n_mask[:, None],
+        other=0,
+    )
+    key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j_mask)
+    past = past * write_scale[:, None]
+    if CHANNEL:
+        first = RECORD_DECAY(
+            ring, layer_params, slot, rows[None, :], h, n[:, None],
+            ((j == 0) & j_mask)[None, :] & n_mask[:, None], N,
+        )  # fmt: skip
+        later = RECORD_DECAY(
+            ring, layer_params, slot, later_rows[None, :], h, n[:, None], later_mask[None, :] & n_mask[:, None], N
+        )
+        high, low = high_low(tl.sum(first, 1) + tl.sum(later, 1))
+        weighted = raw.to(tl.float32) * key_scale[None, :] * tl.exp(tl.cumsum(later, 1, reverse=True))
+        added = tl.dot(weighted, past, input_precision="tf32x3")
+        return high[:, None] * S + (low[:, None] * S + added)
+    else:
+        first = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, (j == 0) & j_mask, N)
+        later = RECORD_DECAY(ring, layer_params, slot, later_rows, h, 0, later_mask, N)
+        high, low = high_low(tl.sum(first, 0) + tl.sum(later, 0))
+        past = past * (tl.exp(tl.cumsum(later, 0, reverse=True)) * key_scale)[:, None]
+        if raw.dtype == tl.bfloat16:
+            return high * S + split_dot(raw, past, low * S)
+        else:
+            added = tl.dot(raw.to(tl.float32), past, input_precision="tf32x3")
+            return high * S + (low * S + added)
+
+
+@triton.jit
+def materialize_kernel(
+    plan_row, plan, state, state_slot, keys, writes, ring, layer_params, out, out_row, targets, saturated,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    RING_ROWS: tl.constexpr, BLOCK_P: tl.constexpr, CHANNEL: tl.constexpr, LIMIT: tl.constexpr,
+    INTO_SLOTS: tl.constexpr, ONLY_DUE: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """See the module. M rows; H heads, G key heads, N key dim, P value dim.
+
+    | argument | shape | in/out | meaning |
+    |----------|-------|--------|---------|
+    | plan | [M, columns] int64 | in | slot, folded (the records to apply), fold_start, empty |
+    | state | [slots, H, N, P] | in | checkpoint |
+    | keys, writes | [slots, rows, G, N], [slots, rows, H, P] | in | ring: (pointer, slot, row and head stride) |
+    | ring | tuple of such | in | the recurrence's other ring fields |
+    | layer_params | tuple of pointers | in | per-layer constants |
+    | out | [M, H, N, P], or [slots, H, N, P] when INTO_SLOTS | out | the states |
+    | targets | [M] int64 | in | (pointer, stride): the slot that each row is written to, when INTO_SLOTS |
+    | saturated | [slots] int64 | in/out | counts elements beyond LIMIT, when INTO_SLOTS |
+
+    ONLY_DUE leaves rows without records alone: a flush in place.
+    """
+    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    pid = tl.program_id(0)
+    m = (pid // (tiles * H)).to(tl.int64)
+    h = pid // tiles % H
+    g = h // (H // G)
+    plan += m * plan_row
+    slot = tl.load(plan + SLOT)
+    records = tl.load(plan + FOLDED)
+    if slot >= 0 and (records > 0 or not ONLY_DUE):
+        n = tl.arange(0, NP)
+        p = pid % tiles * BLOCK_P + tl.arange(0, BLOCK_P)
+        n_mask, p_mask = n < N, p < P
+        mask = n_mask[:, None] & p_mask[None, :]
+        empty = tl.load(plan + EMPTY) != 0
+        offsets = h * (N * P) + n[:, None] * P + p[None, :]
+        S = tl.load(state + slot * state_slot + offsets, mask=mask & (not empty), other=0).to(tl.float32)
+        start = tl.load(plan + FOLD_START)
+        S = fold(
+            S, keys, writes, ring, layer_params, slot, start, records, g, h, n, n_mask, p, p_mask,
+            N, WP, RING_ROWS, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+        )  # fmt: skip
+        target = m
+        if INTO_SLOTS:
+            target = tl.load(targets[0] + m * targets[1])
+        if LIMIT > 0:
+            # a silent inf would turn the rest of the sequence into NaN; NaN itself stays
+            over = tl.abs(S) > LIMIT
+            S = tl.where(over, tl.where(S > 0, LIMIT, -LIMIT), S)
+            clamped = tl.sum(tl.sum(over.to(tl.int32), 1), 0)
+            if clamped > 0 and INTO_SLOTS:
+                tl.atomic_add(saturated + target, clamped.to(tl.int64))
+        tl.store(out + target * out_row + offsets, S.to(out.dtype.element_ty), mask=mask)
+
+
+def launch_fold(layer: LayerState, plan: Tensor, saturated: Tensor) -> None:
+    """Fold the rows of a step that are due, in place.
+
+    Args:
+        layer: the layer.
+        plan: int64 [B, columns].
+        saturated: the cursor's counter, int64 [slots].
+    """
+    _launch(layer, plan, layer.tensors["checkpoint"], plan[:, SLOT.value], saturated, only_due=True)
+
+
+def launch_materialize(layer: LayerState, plan: Tensor, targets: Tensor, saturated: Tensor) -> None:
+    """Put the states of the plan's rows into the checkpoints of the slots `targets` [M], none of which is a source."""
+    _launch(layer, plan, layer.tensors["checkpoint"], targets, saturated, only_due=False)
+
+
+def launch_read(layer: LayerState, plan: Tensor, out: Tensor) -> None:
+    """Put the states of the plan's rows into `out` [M, H, N, P], contiguous within a row."""
+    _launch(layer, plan, out, None, None, only_due=False)
+
+
+def _launch(
+    layer: LayerState, plan: Tensor, out: Tensor, targets: Tensor | None, saturated: Tensor | None, *, only_due: bool
+) -> None:
+    if not len(plan):
+        return
+    layout, state = layer.layout, layer.tensors["checkpoint"]
+    form = form_of(layout.recurrence)
+
+    def ring(name: str) -> tuple[Tensor, int, int, int]:
+        tensor = layer.tensors[f"ring.{name}"]
+        return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+    tiles = triton.cdiv(layout.geometry.value_dim, BLOCK_P)
+    materialize_kernel[(len(plan) * layout.geometry.heads * tiles,)](
+        plan.stride(0),
+        plan,
+        state,
+        state.stride(0),
+        ring(form.key_ring),
+        ring(form.write_ring),
+        tuple(ring(name) for name in form.ring),
+        tuple(layer.params[name] for name in form.params),
+        out,
+        out.stride(0),
+        (plan, 0) if targets is None else (targets, targets.stride(0)),
+        plan if saturated is None else saturated,
+        **constants(layout, out.dtype, into_slots=targets is not None, only_due=only_due),
+        num_warps=NUM_WARPS,
+    )
+
+
+def constants(layout: StateLayout, dtype: torch.dtype, *, into_slots: bool, only_due: bool) -> dict[str, object]:
+    """Compile-time arguments of `materialize_kernel` for a destination of `dtype`."""
+    geometry, form = layout.geometry, form_of(layout.recurrence)
+    limit = torch.finfo(dtype).max
+    return {
+        "H": geometry.heads,
+        "G": geometry.key_heads,
+        "N": geometry.key_dim,
+        "P": geometry.value_dim,
+        "NP": max(16, triton.next_power_of_2(geometry.key_dim)),
+        "WP": max(16, triton.next_power_of_2(layout.config.window)),
+        "RING_ROWS": layout.ring_rows,
+        "BLOCK_P": BLOCK_P,
+        "CHANNEL": layout.recurrence.decay == "channel",
+        "LIMIT": limit if limit < torch.finfo(torch.float32).max else 0.0,
+        "INTO_SLOTS": into_slots,
+        "ONLY_DUE": only_due,
+        "RECORD_SCALES": form.record_scales,
+        "RECORD_DECAY": form.record_decay,
+    }

@@ -1,0 +1,213 @@
+"""The kernels as torch operators, which torch.compile and CUDA graphs take whole, and the pool's view of them.
+
+Operators take tensors and numbers only; a layer comes in as its tensors in the layout's order and the layout's number
+(`state.layout.number_of`). What they write is declared. None waits for the device, and none allocates but the plan.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from replayssm.kernels import materialize as template
+from replayssm.kernels import plan as cursors
+from replayssm.kernels.launch import launch_verify
+from replayssm.kernels.tuned import choose
+from replayssm.state.cursor import Cursor
+from replayssm.state.layout import StateLayout, numbered
+from replayssm.state.plan import COLUMNS
+from replayssm.state.pool import LayerState, StatePool
+
+# No `from __future__ import annotations` here: torch reads the operators' schemas from real annotations.
+
+
+@torch.library.custom_op("replayssm::plan", mutates_args=())
+def plan_op(
+    slots: Tensor,
+    tokens: Tensor | None,
+    all_tokens: int,
+    width: int,
+    window: Tensor | None,
+    all_window: int,
+    forced: Tensor | None,
+    all_forced: bool,
+    counters: Sequence[Tensor],
+    ring_rows: int,
+) -> Tensor:
+    """The plan [B, columns] of a step. A None stands for the number after it, the same for every row."""
+    plan = slots.new_empty(len(slots), len(COLUMNS), dtype=torch.int64)
+    cursors.launch_plan(
+        plan,
+        slots,
+        all_tokens if tokens is None else tokens,
+        width,
+        all_window if window is None else window,
+        all_forced if forced is None else forced,
+        Cursor(*counters),
+        ring_rows,
+    )
+    return plan
+
+
+@plan_op.register_fake
+def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, counters, ring_rows):  # type: ignore[no-untyped-def]
+    return slots.new_empty(slots.shape[0], len(COLUMNS), dtype=torch.int64)
+
+
+@torch.library.custom_op("replayssm::settle", mutates_args={"counters", "tally"})
+def settle_op(plan: Tensor, counters: Sequence[Tensor], tally: Tensor, full_window: int, kind: int) -> None:
+    """Move the cursor after a step and add its counts."""
+    cursors.launch_settle(plan, Cursor(*counters), tally, full_window, kind)
+
+
+@torch.library.custom_op("replayssm::commit", mutates_args={"counters"})
+def commit_op(slots: Tensor, accepted: Tensor | None, all_accepted: int, counters: Sequence[Tensor]) -> None:
+    """Make pending rows real."""
+    cursors.launch_commit(slots, all_accepted if accepted is None else accepted, Cursor(*counters))
+
+
+@torch.library.custom_op("replayssm::verify", mutates_args={"tensors", "y"})
+def verify_op(
+    plan: Tensor, tensors: Sequence[Tensor], params: Sequence[Tensor], inputs: Sequence[Tensor], y: Tensor, layout: int
+) -> None:
+    """One layer of a step: outputs into `y` [B, T, H, P], records into the ring, checkpoints of rows that are due."""
+    layer = _layer(numbered(layout), tensors, params)
+    named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
+    launch_verify(layer, plan, named, y, choose(layer.layout, *y.shape[:2]))
+
+
+@torch.library.custom_op("replayssm::fold", mutates_args={"tensors", "saturated"})
+def fold_op(
+    plan: Tensor, tensors: Sequence[Tensor], params: Sequence[Tensor], saturated: Tensor, layout: int
+) -> None:
+    """Fold the rows that are due, without running tokens."""
+    template.launch_fold(_layer(numbered(layout), tensors, params), plan, saturated)
+
+
+@torch.library.custom_op("replayssm::materialize", mutates_args={"tensors", "saturated"})
+def materialize_op(
+    plan: Tensor,
+    tensors: Sequence[Tensor],
+    params: Sequence[Tensor],
+    targets: Tensor,
+    saturated: Tensor,
+    layout: int,
+) -> None:
+    """States at exact boundaries into other slots' checkpoints."""
+    template.launch_materialize(_layer(numbered(layout), tensors, params), plan, targets, saturated)
+
+
+@torch.library.custom_op("replayssm::read", mutates_args={"out"})
+def read_op(plan: Tensor, tensors: Sequence[Tensor], params: Sequence[Tensor], out: Tensor, layout: int) -> None:
+    """States at exact boundaries into `out` [B, H, N, P]."""
+    template.launch_read(_layer(numbered(layout), tensors, params), plan, out)
+
+
+def _writes_only(*args: object) -> None:
+    """What these operators do to tensors whose memory is not there: nothing."""
+
+
+for _op in (settle_op, commit_op, verify_op, fold_op, materialize_op, read_op):
+    _op.register_fake(_writes_only)
+
+
+def _layer(layout: StateLayout, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> LayerState:
+    names = [name for name in (spec.name for spec in layout.tensors) if _is_kernels(name)]
+    return LayerState(
+        layout,
+        dict(zip((field.name for field in layout.recurrence.params), params, strict=True)),
+        dict(zip(names, tensors, strict=True)),
+    )
+
+
+def _is_kernels(name: str) -> bool:
+    """Whether kernels touch the tensor: the convolution's window stays with torch."""
+    return not name.startswith("carry.")
+
+
+class Kernels:
+    """A pool's verbs on these operators, with the arguments that the flow has checked."""
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+
+    def plan_rows(
+        self, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor, forced: bool | Tensor
+    ) -> Tensor:
+        """As `flow.step.plan_rows`."""
+        return plan_op(
+            slots,
+            *_split(tokens),
+            width,
+            *_split(window),
+            *((forced, False) if isinstance(forced, Tensor) else (None, forced)),
+            self._counters,
+            self._pool.ring_rows,
+        )
+
+    def close_step(self, plan: Tensor, *, is_prompt: bool) -> None:
+        """As `flow.step.close_step`."""
+        self._settle(plan, cursors.PROMPT.value if is_prompt else cursors.DECODE.value)
+
+    def settle_flush(self, plan: Tensor) -> None:
+        """As `flow.step.settle_flush`."""
+        self._settle(plan, cursors.FLUSH.value)
+
+    def commit(self, slots: Tensor, accepted: int | Tensor) -> None:
+        """As `flow.commit`."""
+        commit_op(slots, *_split(accepted), self._counters)
+
+    def verify(
+        self, layer: int, plan: Tensor, width: int, inputs: Mapping[str, Tensor], out: Tensor | None
+    ) -> Tensor:
+        """As `flow.verify`. Inputs that are not contiguous within a token are copied first."""
+        state = self._pool.layers[layer]
+        geometry, recurrence = state.layout.geometry, state.layout.recurrence
+        if out is None:
+            shape = (plan.shape[0], width, geometry.heads, geometry.value_dim)
+            out = torch.empty(shape, dtype=state.layout.compute_dtype, device=plan.device)
+        if width == 0:
+            self.fold_due(layer, plan)
+            return out
+        given = [_dense(inputs[field.name]) for field in recurrence.inputs]
+        verify_op(plan, *self._layer(layer), given, out, self._pool.layout_numbers[layer])
+        return out
+
+    def fold_due(self, layer: int, plan: Tensor) -> None:
+        """As `flow.flush.fold_due`."""
+        fold_op(plan, *self._layer(layer), self._pool.cursor.saturated, self._pool.layout_numbers[layer])
+
+    def materialize(self, layer: int, plan: Tensor, out: Tensor) -> None:
+        """States after the plan's `folded` records, into `out` [B, H, N, P]."""
+        read_op(plan, *self._layer(layer), out, self._pool.layout_numbers[layer])
+
+    def materialize_into(self, layer: int, plan: Tensor, targets: Tensor) -> None:
+        """The same, into the checkpoints of the slots `targets` [B]."""
+        number, saturated = self._pool.layout_numbers[layer], self._pool.cursor.saturated
+        materialize_op(plan, *self._layer(layer), targets, saturated, number)
+
+    def _settle(self, plan: Tensor, kind: int) -> None:
+        settle_op(plan, self._counters, self._pool.counts, self._pool.config.window, kind)
+
+    @property
+    def _counters(self) -> list[Tensor]:
+        return [counter for _, counter in self._pool.cursor.items()]
+
+    def _layer(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        state = self._pool.layers[layer]
+        tensors = [tensor for name, tensor in state.tensors.items() if _is_kernels(name)]
+        return tensors, list(state.params.values())
+
+
+def _split(value: int | Tensor) -> tuple[Tensor | None, int]:
+    return (value, 0) if isinstance(value, Tensor) else (None, value)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` [B, T, ...], contiguous within a token."""
+    expected = 1
+    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+        if size != 1 and stride != expected:
+            return x.contiguous()
+        expected *= size
+    return x

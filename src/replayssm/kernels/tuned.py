@@ -1,0 +1,221 @@
+"""Which tiles a launch uses: the row of a measured table that is nearest, or a rule where nothing was measured.
+
+The tables are `tuned/<gpu>.json`, one a GPU, written by `replayssm tune`. They never name a recurrence: what matters to
+a kernel is the kind of decay, whether there is a correction, and sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm.kernels.launch import Choice, Tile
+from replayssm.state.layout import StateLayout
+
+FORMAT, VERSION = "replayssm-tuned-kernels", 1
+FOLDER = Path(__file__).with_suffix("")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel sees of a layer.
+
+    Args:
+        decay: "head" or "channel".
+        delta_rule: whether write vectors are corrected.
+        heads, key_heads, key_dim, value_dim: the geometry.
+        model_dtype: of activations, as in "bfloat16".
+        checkpoint_format: name in `state.formats.FORMATS`.
+    """
+
+    decay: str
+    delta_rule: bool
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    model_dtype: str
+    checkpoint_format: str
+
+    @classmethod
+    def of(cls, layout: StateLayout) -> Shape:
+        """The shape of a layer."""
+        recurrence, geometry = layout.recurrence, layout.geometry
+        return cls(
+            decay=recurrence.decay,
+            delta_rule=recurrence.delta_rule,
+            heads=geometry.heads,
+            key_heads=geometry.key_heads,
+            key_dim=geometry.key_dim,
+            value_dim=geometry.value_dim,
+            model_dtype=str(layout.model_dtype).removeprefix("torch."),
+            checkpoint_format=layout.config.checkpoint_format,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row of a table.
+
+    Args:
+        shape: of the layer.
+        batch, tokens, window: what was measured: rows, tokens of a row per step, configured window.
+        choice: the fastest that was right.
+        us: its microseconds per layer and step, averaged over the flush cycle.
+        window_in_force: the window to decode with: 1 where replaying does not win at this batch.
+    """
+
+    shape: Shape
+    batch: int
+    tokens: int
+    window: int
+    choice: Choice
+    us: float
+    window_in_force: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Measured:
+        flush = row["choice"]["flush"]
+        choice = Choice(Tile(**row["choice"]["step"]), None if flush is None else Tile(**flush))
+        return cls(**{**row, "shape": Shape(**row["shape"]), "choice": choice})
+
+    def distance(self, batch: int, tokens: int, window: int) -> float:
+        """How far this measurement is from a case: doublings, of which those of the tokens count most."""
+
+        def doublings(a: int, b: int) -> float:
+            return abs(math.log2(a / b))
+
+        return 16 * doublings(self.tokens, tokens) + 4 * doublings(self.window, window) + doublings(self.batch, batch)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a launch will use, and why.
+
+    Args:
+        choice: the tiles.
+        window_in_force: see `Measured`.
+        us: microseconds of the measurement it rests on, None without one.
+        reason: one sentence.
+    """
+
+    choice: Choice
+    window_in_force: int
+    us: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        lines = [f"step   {self.choice.step}"]
+        lines.append(f"flush  {self.choice.flush or 'in the same launch'}")
+        lines.append(f"window in force {self.window_in_force}" + ("" if self.us is None else f", {self.us:.1f} us"))
+        return "\n".join([*lines, f"because {self.reason}"])
+
+
+def choose(layout: StateLayout, batch: int, tokens: int) -> Choice:
+    """The tiles for a step of `batch` rows with `tokens` tokens each, on the current device."""
+    return explain(layout, batch, tokens).choice
+
+
+def explain(layout: StateLayout, batch: int, tokens: int) -> Decision:
+    """The same with its reason; print it."""
+    return decide(layout, batch, tokens, current_gpu())
+
+
+@cache
+def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Decision:
+    """The same for a GPU by name, None for a machine without one."""
+    window, shape = layout.config.window, Shape.of(layout)
+    # one token and several are different kernels
+    rows = [row for row in table(gpu) if row.shape == shape and (row.tokens == 1) == (tokens == 1)]
+    if rows:
+        row = min(rows, key=lambda row: row.distance(batch, tokens, window))
+        reason = f"it was the fastest measured on {gpu} at batch {row.batch}, {row.tokens} tokens, window {row.window}"
+        return Decision(row.choice, min(row.window_in_force, window), row.us, reason)
+    choice, rule = heuristic(layout, batch, tokens)
+    where = f"the table of {gpu}" if gpu else "no GPU, so no table"
+    return Decision(choice, window, None, f"{rule} ({where} has no row of this shape)" if gpu else f"{rule} ({where})")
+
+
+FEW_PROGRAMS = 4096
+"""Below this many small programs the GPU is not full, and one launch of them finishes first (132 SMs, 32 warps each)."""
+
+
+def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str]:
+    """Tiles without a measurement, and the rule they come from (docs/experiments.md has the measurements behind it)."""
+    geometry = layout.geometry
+    small = _fit(layout, 16, 1, 1)
+    per_row = geometry.heads * math.ceil(geometry.value_dim / small.block_p)
+    if batch * per_row <= FEW_PROGRAMS:
+        return Choice(small), "few rows: one launch of many small programs fills the GPU"
+    if layout.recurrence.decay == "channel":
+        choice = Choice(_fit(layout, 64, 1, 2), _fit(layout, 32, 1, 2))
+    elif tokens > 1:
+        choice = Choice(_fit(layout, 32, 4, 2), _fit(layout, 16, 4, 1))
+    else:
+        choice = Choice(_fit(layout, 32, 4, 1), _fit(layout, 16, 4, 1))
+    return choice, "many rows: rows that fold get a launch of their own, heads of a group share their key products"
+
+
+def _fit(layout: StateLayout, block_p: int, heads: int, num_warps: int) -> Tile:
+    """The tile, cut to what the geometry has; longer state columns take more warps, so that registers suffice."""
+    geometry = layout.geometry
+    group = geometry.heads // geometry.key_heads
+    columns = max(16, 1 << (geometry.value_dim - 1).bit_length())
+    longer = max(1, geometry.key_dim // 128)
+    return Tile(min(block_p, columns), math.gcd(heads, group), num_warps * longer)
+
+
+@cache
+def table(gpu: str | None) -> tuple[Measured, ...]:
+    """The measured rows of a GPU, none where it was never tuned."""
+    if gpu is None or not path_of(gpu).is_file():
+        return ()
+    return load(path_of(gpu))
+
+
+def load(path: Path) -> tuple[Measured, ...]:
+    """The rows of a file; ValueError when it is none of ours."""
+    data = json.loads(path.read_text())
+    if data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise ValueError(f"{path.name} is no table of tuned kernels of version {VERSION}")
+    return tuple(map(Measured.from_json, data["rows"]))
+
+
+def save(path: Path, rows: tuple[Measured, ...], conditions: Mapping[str, Any]) -> None:
+    """Write a table; rows of `path` that were measured again are replaced, others stay."""
+    key = {(row.shape, row.batch, row.tokens, row.window) for row in rows}
+    kept = tuple(r for r in (load(path) if path.is_file() else ()) if (r.shape, r.batch, r.tokens, r.window) not in key)
+    lines = ",\n  ".join(json.dumps(row.to_json()) for row in (*kept, *rows))
+    head = json.dumps({"format": FORMAT, "version": VERSION, "conditions": dict(conditions)}, indent=1)[:-2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+    partial.replace(path)
+    table.cache_clear()
+    decide.cache_clear()
+
+
+def path_of(gpu: str) -> Path:
+    """Where the table of a GPU is, by the name that torch gives it: "NVIDIA H200" is in `nvidia-h200.json`."""
+    return FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+def current_gpu() -> str | None:
+    """Name of the current CUDA device."""
+    return _gpu(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+@cache
+def _gpu(index: int) -> str:
+    return torch.cuda.get_device_name(index)

@@ -1,0 +1,209 @@
+"""Two pools with the same layers, one on each back end, taken through the same steps and compared after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from replayssm import ReplayConfig, flow
+from replayssm.kernels.launch import Choice, Tile
+from replayssm.recurrences import Geometry, get
+from replayssm.recurrences.base import tolerance
+from replayssm.state.layout import StateLayout
+from replayssm.state.pool import LayerState, StatePool
+from replayssm.state.slots import PAD_SLOT
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FUSED = Choice(Tile(16))
+SPLIT = Choice(Tile(16), Tile(16))
+SMALL = Geometry(heads=2, key_heads=1, key_dim=24, value_dim=20)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. Channel decays need as many key heads as heads: `geometry` is adapted."""
+
+    recurrence: str
+    geometry: Geometry = SMALL
+    window: int = 5
+    verify_len: int = 1
+    model_dtype: str = "bf16"
+    checkpoint_format: str = "fp32"
+    choice: Choice = FUSED
+    paged: bool = False
+    rows: tuple[int, ...] = (PAD_SLOT, 3, 0, PAD_SLOT, 4, 1, PAD_SLOT)
+    steps: int = 5
+
+    @property
+    def layout(self) -> StateLayout:
+        recurrence, geometry = get(self.recurrence), self.geometry
+        if recurrence.decay == "channel":
+            geometry = replace(geometry, key_heads=geometry.heads)
+        config = ReplayConfig(self.window, self.verify_len, self.checkpoint_format)
+        return StateLayout(recurrence, geometry, config, DTYPES[self.model_dtype])
+
+    @property
+    def tolerance(self) -> float:
+        """Between back ends: orders of summation in fp32, or now and then another neighbour in 16 bits."""
+        if self.checkpoint_format == "fp32":
+            return tolerance(torch.float32)
+        return 0.5 * torch.finfo(DTYPES[self.checkpoint_format]).eps
+
+    def __str__(self) -> str:
+        shown = [self.recurrence, f"T{self.verify_len}", f"W{self.window}", self.model_dtype, self.checkpoint_format]
+        shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", "split" if self.choice.flush else "fused"]
+        return "-".join([*shown, *(["paged"] if self.paged else [])])
+
+
+def poison(tensor: Tensor) -> None:
+    tensor.fill_(torch.nan)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN equals NaN."""
+    return x.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.dtype.itemsize])
+
+
+def error(out: Tensor, ref: Tensor) -> float:
+    """||out - ref|| / ||ref||; infinite where anything is NaN."""
+    out, ref = out.double(), ref.double()
+    if not len(out):
+        return 0.0
+    return float(torch.nan_to_num((out - ref).norm() / ref.norm().clamp(min=1e-30), nan=torch.inf))
+
+
+@contextmanager
+def tiles(choice: Choice) -> Iterator[None]:
+    """Let every verify use `choice`."""
+    with patch("replayssm.kernels.ops.choose", lambda layout, batch, tokens: choice):
+        yield
+
+
+@dataclass
+class Twins:
+    """The pools, their tokens, and what was compared."""
+
+    case: Case
+    slots: int = 6
+    seed: int = 0
+    device: torch.device = DEVICE
+    pools: dict[str, StatePool] = field(init=False)
+    pages: dict[str, Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layout = self.case.layout
+        self.generator = torch.Generator().manual_seed(self.seed)
+        _, params = self._draw(1)
+        self.pools = {}
+        for backend in ("torch", "triton"):
+            if self.case.paged:
+                # pages longer than needed, all bits set: NaN in every format, and a canary in the gaps
+                pages = torch.full((self.slots, self.layout.page_bytes + 128), 255, dtype=torch.uint8)
+                self.pages[backend] = pages.to(self.device)
+                state = LayerState.in_pages(self.layout, self.pages[backend], params)
+            else:
+                state = LayerState.allocate(self.layout, self.slots, self.device, params)
+            pool = StatePool([state], backend=backend)
+            for tensor in state.tensors.values():
+                poison(tensor)
+            for _ in range(self.slots - 1):
+                pool.acquire()
+            self.pools[backend] = pool
+
+    def _draw(self, tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        layout = self.layout
+        drawn, params = layout.recurrence.draw(layout.geometry, (len(self.case.rows), tokens), self.generator)
+        inputs = {f.name: drawn[f.name].to(layout.dtype_of(f)).to(self.device) for f in layout.recurrence.inputs}
+        return inputs, params
+
+    def step(
+        self, tokens: Sequence[int], accepted: Sequence[int], forced: Sequence[bool] | bool = False
+    ) -> dict[str, Tensor]:
+        """One step of both, with everything unread poisoned and everything compared. Returns both outputs."""
+        case, width = self.case, self.case.verify_len
+        inputs, _ = self._draw(width)
+        count = torch.tensor([0 if s == PAD_SLOT else t for s, t in zip(case.rows, tokens, strict=True)])
+        unread = torch.arange(width) >= count.unsqueeze(1)
+        for x in inputs.values():
+            x[unread.to(self.device)] = torch.nan
+        outputs, plans = {}, {}
+        kept = [0 if slot == PAD_SLOT else a for slot, a in zip(case.rows, accepted, strict=True)]
+        for name, pool in self.pools.items():
+            out = torch.full((len(case.rows), width, *self._heads), torch.nan, device=self.device)
+            with tiles(case.choice), flow.step(pool, case.rows, tokens, width=width, forced=forced) as step:
+                outputs[name] = flow.verify(pool, 0, step, inputs, out)
+            plans[name] = step.plan
+            flow.commit(pool, case.rows, kept)
+        assert torch.equal(plans["triton"], plans["torch"])
+        self.compare_cursors()
+        found = error(outputs["triton"], outputs["torch"])
+        assert found <= case.tolerance, f"outputs differ by {found:.1e}"
+        assert not outputs["triton"][unread.to(self.device)].any(), "outputs beyond a row's tokens must be zero"
+        return outputs
+
+    def compare_cursors(self) -> None:
+        ours, theirs = self.pools["triton"], self.pools["torch"]
+        for name, counter in theirs.cursor.items():
+            assert torch.equal(getattr(ours.cursor, name), counter), name
+        assert torch.equal(ours.counts, theirs.counts)
+
+    def compare_states(self, records: Sequence[int] | None = None) -> None:
+        """The states of all live rows, after all or some of their records."""
+        slots = [slot for slot in self.case.rows if slot != PAD_SLOT]
+        states = {name: flow.materialize(pool, 0, slots, records) for name, pool in self.pools.items()}
+        found = error(states["triton"], states["torch"])
+        assert found <= self.case.tolerance, f"states differ by {found:.1e}"
+
+    def compare_records(self) -> None:
+        """The live records of the rings; exact copies bit for bit."""
+        for slot in (slot for slot in self.case.rows if slot != PAD_SLOT):
+            cursor = self.pools["torch"].cursor.get(slot)
+            rows = [(cursor["start"] + j) % self.layout.ring_rows for j in range(cursor["length"])]
+            for spec in self.layout.tensors:
+                if spec.name.startswith("ring."):
+                    ours, theirs = (self.pools[b].layers[0].tensors[spec.name][slot][rows] for b in ("triton", "torch"))
+                    assert error(ours, theirs) <= self.case.tolerance, spec.name
+
+    def untouched(self) -> dict[str, Tensor]:
+        """What no step may write: the slot that is in no batch, and the gaps between pages."""
+        pool = self.pools["triton"]
+        idle = [slot for slot in range(self.slots) if slot not in self.case.rows]
+        found = {name: bits(tensor[idle].contiguous()) for name, tensor in pool.layers[0].tensors.items()}
+        if self.case.paged:
+            found["gap"] = self.pages["triton"][:, self.layout.page_bytes :].clone()
+        return found
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        geometry = self.layout.geometry
+        return geometry.heads, geometry.value_dim
+
+
+def run(case: Case, seed: int = 0) -> None:
+    """Some steps with ragged tokens, rejections, a forced flush and one between steps."""
+    twins = Twins(case, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    T, rows = case.verify_len, len(case.rows)
+    before = twins.untouched()
+    for number in range(case.steps):
+        tokens = torch.randint(0 if number % 3 == 2 else T, T + 1, (rows,), generator=generator).tolist()
+        accepted = [int(torch.randint(0 if T > 1 else t, t + 1, (), generator=generator)) for t in tokens]
+        accepted = [max(1, a) if t and number < 3 else a for a, t in zip(accepted, tokens, strict=True)]
+        forced = [number == 2 and row == 2 for row in range(rows)]
+        twins.step(tokens, accepted, forced)
+    twins.compare_records()
+    twins.compare_states()
+    lengths = [int(twins.pools["torch"].cursor.length[slot]) for slot in case.rows if slot != PAD_SLOT]
+    twins.compare_states([length // 2 for length in lengths])
+    for pool in twins.pools.values():
+        flow.flush(pool, [3, PAD_SLOT, 0])
+    twins.compare_cursors()
+    twins.compare_states()
+    after = twins.untouched()
+    assert all(torch.equal(after[name], value) for name, value in before.items()), "memory outside the batch was written"
