@@ -36,7 +36,7 @@ READ_LIMITS = {"fp16": 3e-3, "bf16": 2e-2, "fp8": 8e-2, "int8": 5e-2, "nvfp4": 2
 
 
 LaunchLayer = Callable[[StatePool, int, Step, Mapping[str, Tensor], Tensor | None, Config], Tensor]
-"""(pool, layer, step, inputs, out, config) -> y: how one layer of a step is run; arguments as those of `flow.verify`."""
+"""(pool, layer, step, inputs, out, config) -> y: how one layer of a step is run; arguments as of `flow.verify`."""
 
 
 def through_flow(

@@ -63,6 +63,19 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """The recurrent layers of one model.
+
+    Args:
+        geometry: sizes of one layer.
+        count: recurrent layers of the model.
+    """
+
+    geometry: Geometry
+    count: int
+
+
+@dataclass(frozen=True)
 class Field:
     """One named tensor of a token, a record or a layer.
 

@@ -22,11 +22,14 @@ def geometry(mixer: Any) -> Geometry:
     )
 
 
-def inputs(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> dict:
+def inputs(
+    geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **call: Any
+) -> dict[str, Tensor]:
     """q, k [B, T, heads, N] before normalisation; v [B, T, H, P]; g (log_decay) and beta [B, T, H].
 
     transformers before 5.23 hands over q and k with each key head repeated for its group of heads.
     """
+    assert call["use_qk_l2norm_in_kernel"]
     repeats = q.shape[2] // geometry.key_heads
     return {"q": q[:, :, ::repeats], "k": k[:, :, ::repeats], "v": v, "log_decay": g, "beta": beta}
 

@@ -22,8 +22,11 @@ def geometry(mixer: Any) -> Geometry:
     )
 
 
-def inputs(geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> dict:
+def inputs(
+    geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **call: Any
+) -> dict[str, Tensor]:
     """q, k [B, T, H, N] before normalisation; v [B, T, H, P]; g (log_decay) [B, T, H, N]; beta [B, T, H]."""
+    assert call["use_qk_l2norm_in_kernel"]
     return {"q": q, "k": k, "v": v, "log_decay": g, "beta": beta}
 
 

@@ -19,7 +19,9 @@ def record_scales(ring, slot, rows, g, h, mask):
 @triton.jit
 def record_decay(ring, params, slot, rows, h, n, mask, N: tl.constexpr):
     dt, slot_stride, row_stride, head_stride = ring[0]
-    return tl.load(dt + slot * slot_stride + rows * row_stride + h * head_stride, mask=mask, other=0) * tl.load(params[0] + h)
+    return tl.load(dt + slot * slot_stride + rows * row_stride + h * head_stride, mask=mask, other=0) * tl.load(
+        params[0] + h
+    )
 
 
 @triton.jit
