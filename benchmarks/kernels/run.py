@@ -90,6 +90,7 @@ class Run:
 
     def windows(self) -> None:
         """Other windows, of plain decode and of verifying four tokens."""
+        self.replay(self.cases((SUPER, QWEN), (1, 8), windows=(1,)))
         for window in (32, 64, 24, 8):
             self.replay(self.cases((SUPER, QWEN), (256, 64), windows=(window,)))
             self.replay(self.cases((SUPER, QWEN), (256, 64), windows=(window,), steps=DRAFTS[:1]))

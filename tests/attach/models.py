@@ -59,8 +59,8 @@ def nemotron_h() -> Any:
     return T.NemotronHForCausalLM(config)
 
 
-def bamba() -> Any:
-    sizes = {"intermediate_size": 96, "attn_layer_indices": [1], "mamba_expand": 2}
+def bamba(attention: int = 1) -> Any:
+    sizes = {"intermediate_size": 96, "attn_layer_indices": [attention], "mamba_expand": 2}
     return T.BambaForCausalLM(T.BambaConfig(**HIDDEN, **HEADS, **SSM, **sizes, **TOK))
 
 
@@ -187,10 +187,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+VARIANTS: dict[str, Callable[[], Any]] = {"bamba with attention first": lambda: bamba(attention=0)}
+"""Tiny models beside one per family."""
+
+
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny model whose state matters, the same for the same seed."""
     torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
+    model = (FAMILIES | VARIANTS)[family]().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

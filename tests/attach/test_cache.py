@@ -166,6 +166,13 @@ def test_reset_starts_over_with_any_batch() -> None:
         assert handle.slots_in_use == 0
         assert_close(forward(model, prompt(5, 2, seed=3), held), expected)
         held.reset()
+        # after one token the convolution still reaches back to before the start
+        fresh = new_cache(model)
+        for i in range(3):
+            ids = prompt(1, 2, seed=i)
+            assert_close(forward(model, ids, held, i), forward(model, ids, fresh, i))
+        held.reset()
+        del fresh
         forward(model, prompt(5, 3, seed=3), held)
         assert handle.slots_in_use == 3
 
@@ -184,7 +191,7 @@ def test_a_cache_filled_before_attach_is_continued(family: str) -> None:
         assert_close(one_by_one(model, after[:, 3:], held, length + 3), expected[:, 3:])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
 def test_a_cache_of_another_batch_is_refused_before_anything_changes(family: str) -> None:
     model = built(family)
     held, length = filled(model)
@@ -196,6 +203,28 @@ def test_a_cache_of_another_batch_is_refused_before_anything_changes(family: str
             forward(model, prompt(1, 3), mine, length)
         after = prompt(4, 2, seed=6)
         assert_close(one_by_one(model, after, mine, length), one_by_one(model, after, held, length))
+
+
+def test_a_refused_cache_is_not_touched_by_layers_before_the_recurrent_ones() -> None:
+    """Attention in layer 0 would add keys and values before the first recurrent layer says no."""
+    model, other = built("bamba with attention first"), build("bamba with attention first", seed=1)
+    with attached(model, window=4), attached(other, window=4):
+        held, length = filled(model)
+        keys = held.layers[0].keys.clone()
+        for refuse in (
+            lambda: forward(other, prompt(1, 2), held, length),
+            lambda: forward(model, prompt(1, 2)[:1], held, length),
+        ):
+            with pytest.raises(ValueError, match=r"cache of another model|but the forward has 1 rows"):
+                refuse()
+            assert torch.equal(held.layers[0].keys, keys)
+        reference, _ = filled(model)
+        after = prompt(4, 2, seed=6)
+        assert_close(one_by_one(model, after, held, length), one_by_one(model, after, reference, length))
+        with pytest.raises(ValueError, match="reaches back"):
+            held.crop(-8)  # layer 0 was cropped before we could refuse
+        with pytest.raises(RuntimeError, match="broken"):
+            forward(model, prompt(1, 2), held, length)
 
 
 @pytest.mark.parametrize("family", SOME)

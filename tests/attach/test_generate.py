@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .helpers import assert_close, attached, built, cache_name, generate, new_cache, prompt, sequences_of
+from .helpers import assert_close, attached, built, cache_name, generate, new_cache, prompt
 from .models import FAMILIES
 
 # one per recurrence, one whose cache layers hold keys and values as well, one with attention first in the cache
@@ -117,14 +117,17 @@ def test_assisted_generation_is_refused_by_transformers_itself() -> None:
         model.generate(prompt(9), max_new_tokens=4, prompt_lookup_num_tokens=3)
 
 
-def test_generate_in_inference_mode_and_out_of_it() -> None:
+@pytest.mark.parametrize("between", ["nothing", "a reordering"])
+def test_generate_in_inference_mode_and_out_of_it(between: str) -> None:
     """Tensors made in inference mode could not be written outside of it; a user-held cache crosses the border."""
     model, ids = built("qwen3_5"), prompt(9)
+    name = cache_name(model)
     with attached(model, window=4):
         expected = model.generate(ids, max_new_tokens=12, do_sample=False)
         held = new_cache(model)
         with torch.inference_mode():
-            first = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=1, past_key_values=held)
-        sequences_of(held).reorder(torch.tensor([0]))
-        found = model.generate(first.clone(), max_new_tokens=7, do_sample=False, past_key_values=held)
+            first = model.generate(ids, max_new_tokens=5, do_sample=False, **{name: held})
+            if between == "a reordering":
+                held.reorder_cache(torch.tensor([0]))
+        found = model.generate(first.clone(), max_new_tokens=7, do_sample=False, **{name: held})
     assert torch.equal(found, expected)

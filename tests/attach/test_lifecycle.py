@@ -13,10 +13,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from replayssm import ReplayConfig, attach, detach
 
 from .helpers import assert_close, attached, built, cache_name, forward, generate, new_cache, prompt, sequences_of
-from .models import FAMILIES, build
+from .models import FAMILIES, VARIANTS, build
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_detach_restores_the_model(family: str) -> None:
     """No attribute, hook or class differs, and outputs have the same bits."""
     model, ids = build(family), prompt(9)

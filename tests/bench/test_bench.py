@@ -160,7 +160,7 @@ def lost_record(
     y = through_flow(pool, layer, step, inputs, out, config)
     for name, tensor in pool.layers[layer].tensors.items():
         if name.startswith("ring."):
-            tensor[0, :, step.draft_rows[0, 0]] = 0
+            tensor[0, step.draft_rows[0, 0]] = 0
     return y
 
 

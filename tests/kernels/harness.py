@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FUSED = Choice(Tile(16))
 SPLIT = Choice(Tile(16), Tile(16))
-SMALL = Geometry(heads=2, key_heads=1, key_dim=24, value_dim=20)
+SMALL = Geometry(heads=2, key_heads=1, key_dim=24, value_dim=12)
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Case:
     checkpoint_format: str = "fp32"
     choice: Choice = FUSED
     paged: bool = False
-    rows: tuple[int, ...] = (PAD_SLOT, 3, 0, PAD_SLOT, 4, 1, PAD_SLOT)
-    steps: int = 5
+    rows: tuple[int, ...] = (PAD_SLOT, 3, 0, PAD_SLOT)
+    steps: int = 4
 
     @property
     def layout(self) -> StateLayout:
@@ -206,4 +206,5 @@ def run(case: Case, seed: int = 0) -> None:
     twins.compare_cursors()
     twins.compare_states()
     after = twins.untouched()
-    assert all(torch.equal(after[name], value) for name, value in before.items()), "memory outside the batch was written"
+    for name, value in before.items():
+        assert torch.equal(after[name], value), f"{name} was written outside the batch"

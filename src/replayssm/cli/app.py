@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from replayssm import __version__
+from replayssm.bench.cli import app as bench
 from replayssm.cli.errors import clear_errors
 from replayssm.models import DEFAULT
 
@@ -19,6 +20,9 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(bench, name="bench")
 
 
 class Device(StrEnum):

@@ -16,9 +16,7 @@ from replayssm.state.pool import LayerState, StatePool
 from replayssm.state.rows import put_rows
 
 
-def verify(
-    pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor], out: Tensor | None = None
-) -> Tensor:
+def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
     """Run one layer of a step.
 
     Rows that are due are folded first. The tokens' records are written behind the committed ones; they become real

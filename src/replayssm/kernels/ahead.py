@@ -14,8 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm.kernels.launch import Tile, constants, form_of
-from replayssm.kernels.verify import verify_kernel
+from replayssm.kernels import materialize, plan
+from replayssm.kernels.launch import Choice, Tile, constants, form_of
+from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.state.layout import StateLayout
 
 _TYPES = {
@@ -36,23 +37,85 @@ class Resources:
     tensor_core: bool
 
 
+def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability: int = 90) -> dict[str, Resources]:
+    """Compile every launch of a `verify`, by name: "step" and, where it is one of its own, "flush"."""
+    if choice.flush is None:
+        return {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
+    return {
+        "step": compile_verify(layout, tokens, choice.step, STEP_ROWS.value, capability),
+        "flush": compile_verify(layout, tokens, choice.flush, FLUSH_ROWS.value, capability),
+    }
+
+
 def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, capability: int = 90) -> Resources:
     """Compile `verify_kernel` for a layer, as the launcher would call it.
 
     `mode` is which rows the launch takes (`kernels.verify`), `capability` the compute capability, such as 90.
     """
     form, recurrence = form_of(layout.recurrence), layout.recurrence
-    specs = {spec.name: _TYPES[spec.dtype] for spec in layout.tensors}
     inputs = {f.name: _TYPES[layout.dtype_of(f)] for f in recurrence.inputs}
     compute = _TYPES[layout.compute_dtype]
 
     def strided(pointer: str) -> tuple[str, str, str]:
         return pointer, "i64", "i32"
 
+    signature = _layer_signature(layout) | {
+        "key": strided(inputs[form.key]),
+        "query": strided(inputs[form.query]),
+        "value": strided(inputs[form.value]),
+        "inputs": tuple(strided(inputs[name]) for name in form.inputs),
+        "y": strided(compute),
+    }
+    given = constants(recurrence, layout.geometry, form, tokens, layout.ring_rows, layout.config.window, tile, mode)
+    return _compile(verify_kernel, signature, given, tile.num_warps, capability)
+
+
+def compile_materialize(layout: StateLayout, *, in_place: bool, capability: int = 90) -> Resources:
+    """Compile `materialize_kernel`: the flush between steps, or the one that fills a caller's fp32 tensor."""
+    checkpoint = layout.checkpoint_format.dtype
+    dtype = checkpoint if in_place else layout.compute_dtype
+    signature = _layer_signature(layout) | {
+        "out": _TYPES[dtype],
+        "out_row": "i64",
+        "targets": ("*i64", "i32"),
+        "saturated": "*i64",
+    }
+    given = materialize.constants(layout, dtype, into_slots=in_place, only_due=in_place)
+    return _compile(materialize.materialize_kernel, signature, given, materialize.NUM_WARPS, capability)
+
+
+def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
+    """Compile the plan, settle and commit kernels, by name."""
+    counter, each, value = "*i64", ("*i64", "i32"), ("i32", "i32")
+    planned: dict[str, Any] = {"plan": "*i64", "plan_row": "i32", "slots": each, "tokens": each, "windows": value}
+    planned |= {"forced": ("*i1", "i32")} | dict.fromkeys(("start", "length", "position", "window"), counter)
+    planned |= dict.fromkeys(("batch", "width", "ring_rows"), "i32")
+    settled: dict[str, Any] = {"plan": "*i64", "plan_row": "i32"}
+    settled |= dict.fromkeys(("start", "length", "position", "pending", "window", "tally"), counter)
+    settled |= {"batch": "i32", "full_window": "i32"}
+    committed: dict[str, Any] = {"slots": each, "accepted": each}
+    committed |= dict.fromkeys(("length", "position", "pending"), counter) | {"batch": "i32"}
+    flags = {"TOKENS_EACH": True, "WINDOWS_EACH": False, "FORCED_EACH": True}
+    kernels = {
+        "plan": (plan.plan_kernel, planned, flags),
+        "settle": (plan.settle_kernel, settled, {"KIND": plan.DECODE.value}),
+        "commit": (plan.commit_kernel, committed, {"ACCEPTED_EACH": True}),
+    }
+    return {
+        name: _compile(kernel, signature, {**given, "BLOCK": 256}, 4, capability, aligned=False)
+        for name, (kernel, signature, given) in kernels.items()
+    }
+
+
+def _layer_signature(layout: StateLayout) -> dict[str, Any]:
+    """Types of the arguments that a layer brings to every template."""
+    form = form_of(layout.recurrence)
+    specs = {spec.name: _TYPES[spec.dtype] for spec in layout.tensors}
+
     def ring(name: str) -> tuple[str, str, str, str]:
         return specs[f"ring.{name}"], "i64", "i32", "i32"
 
-    signature: dict[str, Any] = {
+    return {
         "plan_row": "i32",
         "plan": "*i64",
         "state": specs["checkpoint"],
@@ -60,22 +123,20 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),
         "ring": tuple(ring(name) for name in form.ring),
-        "key": strided(inputs[form.key]),
-        "query": strided(inputs[form.query]),
-        "value": strided(inputs[form.value]),
-        "inputs": tuple(strided(inputs[name]) for name in form.inputs),
-        "layer_params": tuple(compute for _ in form.params),
-        "y": strided(compute),
+        "layer_params": tuple(_TYPES[layout.compute_dtype] for _ in form.params),
     }
-    constexprs = constants(
-        recurrence, layout.geometry, form, tokens, layout.ring_rows, layout.config.window, tile, mode
-    )
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    names = list(signature)
-    aligned = {path: [["tt.divisibility", 16]] for path in _aligned_paths(signature)}
-    source = ASTSource(verify_kernel, signature, {(names.index(n),): v for n, v in constexprs.items()}, aligned)
-    options = {"num_warps": tile.num_warps}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _compile(
+    kernel: Any, types: dict[str, Any], given: dict[str, Any], num_warps: int, capability: int, *, aligned: bool = True
+) -> Resources:
+    """Compile a kernel for argument `types` by name, and compile-time arguments `given`."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in given else types[name] for name in names}
+    attributes = {path: [["tt.divisibility", 16]] for path in _aligned_paths(signature)} if aligned else {}
+    source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in given.items()}, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
     return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 
 

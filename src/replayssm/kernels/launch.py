@@ -15,7 +15,6 @@ from replayssm.recurrences.base import Geometry, Recurrence
 from replayssm.recurrences.triton_form import TritonForm
 from replayssm.state.pool import LayerState
 
-
 FLUSH_PROGRAMS = 132 * 8  # programs of a flush launch: what an H200 holds at once; a second wave would only wait
 
 

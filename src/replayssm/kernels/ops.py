@@ -1,7 +1,9 @@
 """The kernels as torch operators, which torch.compile and CUDA graphs take whole, and the pool's view of them.
 
-Operators take tensors and numbers only; a layer comes in as its tensors in the layout's order and the layout's number
-(`state.layout.number_of`). What they write is declared. None waits for the device, and none allocates but the plan.
+Operators take tensors and numbers only: a layer comes in as its `memory`, which is its tensors in the layout's order or
+else the pages that hold all of them (torch.compile refuses views of several dtypes into one memory), its parameters,
+and the layout's number (`state.layout.number_of`). What they write is declared. None waits for the device, and none
+allocates but the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +52,7 @@ def plan_op(
 
 
 @plan_op.register_fake
-def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, counters, ring_rows):  # type: ignore[no-untyped-def]
+def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, counters, ring_rows):
     return slots.new_empty(slots.shape[0], len(COLUMNS), dtype=torch.int64)
 
 
@@ -66,41 +68,39 @@ def commit_op(slots: Tensor, accepted: Tensor | None, all_accepted: int, counter
     cursors.launch_commit(slots, all_accepted if accepted is None else accepted, Cursor(*counters))
 
 
-@torch.library.custom_op("replayssm::verify", mutates_args={"tensors", "y"})
+@torch.library.custom_op("replayssm::verify", mutates_args={"memory", "y"})
 def verify_op(
-    plan: Tensor, tensors: Sequence[Tensor], params: Sequence[Tensor], inputs: Sequence[Tensor], y: Tensor, layout: int
+    plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], inputs: Sequence[Tensor], y: Tensor, layout: int
 ) -> None:
     """One layer of a step: outputs into `y` [B, T, H, P], records into the ring, checkpoints of rows that are due."""
-    layer = _layer(numbered(layout), tensors, params)
+    layer = _layer(numbered(layout), memory, params)
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
     launch_verify(layer, plan, named, y, choose(layer.layout, *y.shape[:2]))
 
 
-@torch.library.custom_op("replayssm::fold", mutates_args={"tensors", "saturated"})
-def fold_op(
-    plan: Tensor, tensors: Sequence[Tensor], params: Sequence[Tensor], saturated: Tensor, layout: int
-) -> None:
+@torch.library.custom_op("replayssm::fold", mutates_args={"memory", "saturated"})
+def fold_op(plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], saturated: Tensor, layout: int) -> None:
     """Fold the rows that are due, without running tokens."""
-    template.launch_fold(_layer(numbered(layout), tensors, params), plan, saturated)
+    template.launch_fold(_layer(numbered(layout), memory, params), plan, saturated)
 
 
-@torch.library.custom_op("replayssm::materialize", mutates_args={"tensors", "saturated"})
+@torch.library.custom_op("replayssm::materialize", mutates_args={"memory", "saturated"})
 def materialize_op(
     plan: Tensor,
-    tensors: Sequence[Tensor],
+    memory: Sequence[Tensor],
     params: Sequence[Tensor],
     targets: Tensor,
     saturated: Tensor,
     layout: int,
 ) -> None:
     """States at exact boundaries into other slots' checkpoints."""
-    template.launch_materialize(_layer(numbered(layout), tensors, params), plan, targets, saturated)
+    template.launch_materialize(_layer(numbered(layout), memory, params), plan, targets, saturated)
 
 
 @torch.library.custom_op("replayssm::read", mutates_args={"out"})
-def read_op(plan: Tensor, tensors: Sequence[Tensor], params: Sequence[Tensor], out: Tensor, layout: int) -> None:
+def read_op(plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], out: Tensor, layout: int) -> None:
     """States at exact boundaries into `out` [B, H, N, P]."""
-    template.launch_read(_layer(numbered(layout), tensors, params), plan, out)
+    template.launch_read(_layer(numbered(layout), memory, params), plan, out)
 
 
 def _writes_only(*args: object) -> None:
@@ -111,13 +111,13 @@ for _op in (settle_op, commit_op, verify_op, fold_op, materialize_op, read_op):
     _op.register_fake(_writes_only)
 
 
-def _layer(layout: StateLayout, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> LayerState:
-    names = [name for name in (spec.name for spec in layout.tensors) if _is_kernels(name)]
-    return LayerState(
-        layout,
-        dict(zip((field.name for field in layout.recurrence.params), params, strict=True)),
-        dict(zip(names, tensors, strict=True)),
-    )
+def _layer(layout: StateLayout, memory: Sequence[Tensor], params: Sequence[Tensor]) -> LayerState:
+    if memory[0].dtype == torch.uint8:
+        tensors = LayerState.views(layout, memory[0])
+    else:
+        tensors = dict(zip(filter(_is_kernels, (spec.name for spec in layout.tensors)), memory, strict=True))
+    names = (field.name for field in layout.recurrence.params)
+    return LayerState(layout, dict(zip(names, params, strict=True)), tensors)
 
 
 def _is_kernels(name: str) -> bool:
@@ -157,9 +157,7 @@ class Kernels:
         """As `flow.commit`."""
         commit_op(slots, *_split(accepted), self._counters)
 
-    def verify(
-        self, layer: int, plan: Tensor, width: int, inputs: Mapping[str, Tensor], out: Tensor | None
-    ) -> Tensor:
+    def verify(self, layer: int, plan: Tensor, width: int, inputs: Mapping[str, Tensor], out: Tensor | None) -> Tensor:
         """As `flow.verify`. Inputs that are not contiguous within a token are copied first."""
         state = self._pool.layers[layer]
         geometry, recurrence = state.layout.geometry, state.layout.recurrence
@@ -195,8 +193,11 @@ class Kernels:
 
     def _layer(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         state = self._pool.layers[layer]
-        tensors = [tensor for name, tensor in state.tensors.items() if _is_kernels(name)]
-        return tensors, list(state.params.values())
+        if state.pages is not None:
+            memory = [state.pages]
+        else:
+            memory = [state.tensors[spec.name] for spec in state.layout.tensors if _is_kernels(spec.name)]
+        return memory, [state.params[field.name] for field in state.layout.recurrence.params]
 
 
 def _split(value: int | Tensor) -> tuple[Tensor | None, int]:

@@ -148,7 +148,7 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
 
 
 FEW_PROGRAMS = 4096
-"""Below this many small programs the GPU is not full, and one launch of them finishes first (132 SMs, 32 warps each)."""
+"""Up to this many programs of one warp the GPU is not full, and a single launch finishes first (an H200: 132 SMs)."""
 
 
 def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str]:

@@ -1,13 +1,13 @@
-"""The Triton template of `verify`: one launch per layer for decode and drafts, with the flush fused for rows that are due.
+"""The Triton template of `verify`: decode and drafts, with the flush fused for rows that are due.
 
 A program owns one batch row, HEADS state heads of one key head, and BLOCK_P columns of their states; every column of a
 state is independent of the others, corrections included. It reads the state once, for two probes (q and k), and writes
 it back only where the row is due. Recurrences come in as small jitted functions (`recurrences/<name>/triton.py`).
 
 Exactness (docs/numerics.md): products of 16-bit keys and queries are exact and summed in fp32; the fold multiplies raw
-16-bit keys with write vectors split into three 16-bit parts, so tensor cores lose nothing; the decay of a fold has a low
-part, because the same rounded factor applied at every flush would drift; sums of log decays only ever add values of one
-sign.
+16-bit keys with write vectors split into three 16-bit parts, so tensor cores lose nothing; the decay of a fold has a
+low part, because the same rounded factor applied at every flush would drift; sums of log decays only ever add values of
+one sign.
 """
 
 from __future__ import annotations
@@ -115,12 +115,18 @@ def verify_kernel(
         for item in range(pid, work, tl.num_programs(0)):
             row = tl.load(plan + item // parts * plan_row + ORDER)
             verify_rows(
-                row, item % parts, plan + row * plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+                row, item % parts, plan + row * plan_row, state, state_slot, keys, writes, ring, key, query, value,
+                inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE,
+                DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE,
+                QUERY_SCALE, STORE_RECORD,
             )  # fmt: skip
     else:
         row = (pid // parts).to(tl.int64)
         verify_rows(
-            row, pid % parts, plan + row * plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+            row, pid % parts, plan + row * plan_row, state, state_slot, keys, writes, ring, key, query, value, inputs,
+            layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA,
+            CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE,
+            STORE_RECORD,
         )  # fmt: skip
 
 
@@ -156,7 +162,10 @@ def verify_rows(
         zero_rows(b, y, first_head, first_tile, P, T, BLOCK_P, HEADS, TILES)
     elif MODE != STEP_ROWS or folded == 0:
         verify_live(
-            b, first_head, first_tile, slot, folded, plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA, CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+            b, first_head, first_tile, slot, folded, plan, state, state_slot, keys, writes, ring, key, query, value,
+            inputs, layer_params, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK_P, HEADS, TILES, STAGES, MODE, DELTA,
+            CHANNEL, SKIP, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, TOKEN_SKIP, KEY_SCALE, QUERY_SCALE,
+            STORE_RECORD,
         )  # fmt: skip
 
 
@@ -222,7 +231,8 @@ def verify_live(
             )
         key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j_mask)
         if CHANNEL:
-            first = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], (j == 0)[:, None] & key_tile_mask, N)
+            first_mask = (j == 0)[:, None] & key_tile_mask
+            first = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], first_mask, N)
             later = RECORD_DECAY(
                 ring, layer_params, slot, later_rows[:, None], h, n[None, :], later_mask[:, None] & n_mask[None, :], N
             )

@@ -1,7 +1,7 @@
-"""What a recurrence's `triton.py` tells the kernel templates: which tensor plays which part, and the functions that differ.
+"""What a recurrence's `triton.py` tells the kernel templates: which tensor plays which part, and what differs.
 
-Every vector is a raw row times a scalar (key = raw k * key scale, write vector = raw x * dt, ...), so the templates load
-rows themselves and ask the recurrence for scalars only.
+Every vector is a raw row times a scalar (key = raw k * key scale, write vector = raw x * dt, ...), so the templates
+load rows themselves and ask the recurrence for scalars only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class TritonForm:
         key, query, value: inputs that are the raw key [G, N], query [G, N] and value [H, P].
         key_ring, write_ring: ring fields with the raw key and with the write vector (or the raw value).
         ring, inputs, params: the other ring fields, inputs and parameters, in the order in which the functions see
-            them: ring fields as (pointer, slot stride, row stride, head stride), inputs as (pointer, batch stride, token
-            stride), params as bare pointers.
+            them: ring fields as (pointer, slot stride, row stride, head stride), inputs as (pointer, batch stride,
+            token stride), params as bare pointers.
         skip: whether `token_skip` counts.
         record_scales: (ring, slot, rows, g, h, mask) -> (key scale, write scale) of ring records.
         record_decay: (ring, params, slot, rows, h, n, mask, N) -> log decay of ring records.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -33,11 +33,13 @@ class LayerState:
         layout: sizes and formats.
         params: per-layer constants of the recurrence, in the compute dtype.
         tensors: name -> [slots, ...] as `layout.tensors` lists them; any strides.
+        pages: uint8 [slots, page bytes] when `in_pages` laid the tensors out, else None.
     """
 
     layout: StateLayout
     params: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
+    pages: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -98,11 +100,16 @@ class LayerState:
             raise ValueError(f"a page must have at least {layout.page_bytes} bytes, got {pages.shape[1]}")
         if pages.stride(0) % 8 or pages.data_ptr() % 8:
             raise ValueError(f"pages must start at multiples of 8 bytes, got a stride of {pages.stride(0)} bytes")
-        tensors = {}
+        return replace(cls.of(layout, cls.views(layout, pages), params), pages=pages)
+
+    @staticmethod
+    def views(layout: StateLayout, pages: Tensor) -> dict[str, Tensor]:
+        """The tensors of `layout` inside `pages`, by name."""
+        found = {}
         for spec in layout.tensors:
             offset = layout.page_offsets[spec.name]
-            tensors[spec.name] = spec.view(pages[:, offset : offset + spec.bytes].view(spec.dtype))
-        return cls.of(layout, tensors, params)
+            found[spec.name] = spec.view(pages[:, offset : offset + spec.bytes].view(spec.dtype))
+        return found
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention layers of published models, and small ones for tests, by the ids that tests and benchmarks use."""
+"""Kimi Delta Attention layers of published models, and small ones for tests, by the ids that benchmarks use."""
 
 from __future__ import annotations
 

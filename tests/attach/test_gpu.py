@@ -1,0 +1,41 @@
+"""On a CUDA device, where the host never waits for the cursor and the pool may choose compiled kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .helpers import assert_close, attached, forward, generate, new_cache, prompt
+from .models import build
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("window", [4, 16])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear", "falcon_h1"])
+def test_decodes_as_without_replay(family: str, window: int) -> None:
+    torch.backends.cudnn.allow_tf32 = False  # else the convolution alone differs by 1e-3
+    model, ids = build(family).cuda(), prompt(13, rows=2).cuda()
+    for options in ({}, {"num_beams": 3}):
+        tokens, log_probabilities = generate(model, ids, 40, **options)
+        with attached(model, window=window) as handle:
+            found_tokens, found = generate(model, ids, 40, **options)
+            assert handle.slots_in_use == 0
+            assert handle.traffic().tokens > 0
+        assert torch.equal(found_tokens, tokens)
+        assert_close(found, log_probabilities)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear"])
+def test_several_tokens_and_crop(family: str) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    model, ids = build(family).cuda(), prompt(9, rows=2, seed=3).cuda()
+    with attached(model, window=4, verify_len=4):
+        one_by_one, together = new_cache(model), new_cache(model)
+        for held in (one_by_one, together):
+            forward(model, prompt(6, rows=2).cuda(), held)
+        expected = torch.cat([forward(model, ids[:, i : i + 1], one_by_one, 6 + i) for i in range(9)], 1)
+        found = [forward(model, ids[:, :4], together, 6)[:, :1]]
+        together.crop(-3)
+        found += [forward(model, ids[:, 1:5], together, 7), forward(model, ids[:, 5:], together, 11)]
+    assert_close(torch.cat(found, 1), expected)

@@ -1,0 +1,144 @@
+"""The operators: what they declare, and a whole step under torch.compile with fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replayssm import flow
+from replayssm.kernels import ops
+from replayssm.kernels.plan import DECODE
+
+from .harness import DEVICE, Case, Twins, bits, error, poison
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.fixture
+def twins() -> Twins:
+    twins = Twins(Case("gdn", rows=(3, -1)))
+    for pool in twins.pools.values():
+        for tensor in pool.layers[0].tensors.values():
+            tensor.zero_()  # opcheck compares memory before and after, and NaN differs from itself
+    return twins
+
+
+def arguments(twins: Twins) -> dict[str, tuple[object, ...]]:
+    """Arguments of every operator."""
+    pool = twins.pools["triton"]
+    slots = torch.tensor(twins.case.rows, device=DEVICE)
+    kernels, number, cursor = ops.Kernels(pool), pool.layout_numbers[0], pool.cursor
+    tensors, params = kernels._layer(0)
+    inputs = list(twins._draw(1)[0].values())
+    tokens = torch.tensor([1, 0], device=DEVICE)
+    plan = kernels.plan_rows(slots, 1, 1, 5, False)
+    y = torch.zeros(2, 1, *twins._heads, device=DEVICE)
+    states = torch.zeros(2, *twins.layout.geometry.state_shape, device=DEVICE)
+    counters = kernels._counters
+    return {
+        "plan_op": (slots, tokens, 0, 1, None, 5, None, True, counters, pool.ring_rows),
+        "settle_op": (plan, counters, pool.counts, 5, DECODE.value),
+        "commit_op": (slots, None, 1, counters),
+        "verify_op": (plan, tensors, params, inputs, y, number),
+        "fold_op": (plan, tensors, params, cursor.saturated, number),
+        "read_op": (plan, tensors, params, states, number),
+        "materialize_op": (plan, tensors, params, torch.tensor([1, 2], device=DEVICE), cursor.saturated, number),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["plan_op", "settle_op", "commit_op", "verify_op", "fold_op", "read_op", "materialize_op"]
+)
+def test_operators_are_what_they_declare(name: str, twins: Twins) -> None:
+    torch.library.opcheck(getattr(ops, name), arguments(twins)[name], test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_compiled_step_equals_an_eager_one(paged: bool) -> None:
+    """Plan, layer, settling and commit in one graph without breaks, with the pool's memory written in place."""
+    case = Case("mamba2", rows=(3, -1, 0), paged=paged)
+    eager, compiled = Twins(case), Twins(case)
+    slots = torch.tensor(case.rows, device=DEVICE)
+
+    def whole(twins: Twins, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        pool = twins.pools["triton"]
+        step = flow.open_step(pool, slots, 1)
+        y = flow.verify(pool, 0, step, inputs)
+        flow.close_step(pool, step)
+        flow.commit(pool, slots, 1)
+        return y
+
+    def compiled_whole(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return whole(compiled, inputs)
+
+    run = torch.compile(compiled_whole, backend="aot_eager", fullgraph=True)
+    # a commit of padded rows is refused where the host can see it
+    count = torch.tensor([int(slot >= 0) for slot in case.rows], device=DEVICE)
+    for _ in range(3):
+        inputs, _ = eager._draw(1)
+        pool = eager.pools["triton"]
+        step = flow.open_step(pool, slots, 1)
+        y = flow.verify(pool, 0, step, inputs)
+        flow.close_step(pool, step)
+        flow.commit(pool, slots, count)
+        assert torch.equal(run(inputs), y)
+    for name, tensor in eager.pools["triton"].layers[0].tensors.items():
+        assert torch.equal(bits(compiled.pools["triton"].layers[0].tensors[name]), bits(tensor)), name
+    for name, counter in eager.pools["triton"].cursor.items():
+        assert torch.equal(getattr(compiled.pools["triton"].cursor, name), counter), name
+
+
+def test_checkpoints_beyond_their_format_are_clamped_and_counted() -> None:
+    """A flush between steps saturates as the torch back end does."""
+    twins = Twins(Case("mamba2", checkpoint_format="fp16", rows=(0, 3), window=3))
+    for pool in twins.pools.values():
+        step = flow.open_step(pool, [0, 3], 1)
+        flow.close_step(pool, step)
+        flow.commit(pool, [0, 3], 1)
+        ring = pool.layers[0].tensors
+        for name in ("ring.x", "ring.B"):
+            ring[name].fill_(200.0)
+        ring["ring.dt"].fill_(3.0)
+        ring["ring.x"][..., :3] = -200.0
+        ring["ring.x"][..., 5:] = 1.0
+        flow.flush(pool, [0, 3])
+    ours, theirs = (twins.pools[name] for name in ("triton", "torch"))
+    assert torch.equal(ours.cursor.saturated, theirs.cursor.saturated) and int(ours.cursor.saturated.sum()) > 0
+    assert torch.equal(ours.layers[0].tensors["checkpoint"][[0, 3]], theirs.layers[0].tensors["checkpoint"][[0, 3]])
+
+
+def test_states_into_other_slots() -> None:
+    """Many boundaries at once, one slot several times, into free slots and into a caller's tensor."""
+    case = Case("gdn", rows=(0, 3), verify_len=2, window=5)
+    twins = Twins(case, slots=9)
+    for pool in twins.pools.values():
+        for slot in (4, 5, 6, 7):
+            pool.release(slot)
+    for _ in range(2):
+        twins.step([2, 2], [2, 2])
+    sources, records = [0, 3, 0, 0], [4, 1, 0, 2]
+    for pool in twins.pools.values():
+        assert flow.materialize_into(pool, sources, records, [7, 4, 6, 5]) == [7, 4, 6, 5]
+    ours, theirs = (twins.pools[name] for name in ("triton", "torch"))
+    for name, counter in theirs.cursor.items():
+        assert torch.equal(getattr(ours.cursor, name), counter), name
+    states = {name: flow.materialize(pool, 0, [7, 4, 6, 5]) for name, pool in twins.pools.items()}
+    assert error(states["triton"], states["torch"]) <= case.tolerance
+    again = flow.materialize(ours, 0, sources, records)
+    assert torch.equal(again, states["triton"])
+
+
+def test_inputs_of_any_stride_and_outputs_of_any_dtype() -> None:
+    twins = Twins(Case("gdn", rows=(0, 3), verify_len=2))
+    pool = twins.pools["triton"]
+    inputs, _ = twins._draw(2)
+    step = flow.open_step(pool, [0, 3], 2)
+    y = flow.verify(pool, 0, step, inputs)
+    turned = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in inputs.items()}
+    assert torch.equal(flow.verify(pool, 0, step, turned), y)
+    wide = torch.empty(2, 2, 3, *twins._heads, dtype=torch.bfloat16, device=DEVICE)
+    poison(wide)
+    out = flow.verify(pool, 0, step, inputs, wide[:, :, 1])
+    assert torch.equal(out, y.bfloat16()) and wide[:, :, [0, 2]].isnan().all()
+    with pytest.raises(ValueError, match="contiguous within a token"):
+        flow.verify(pool, 0, step, inputs, torch.empty(2, 2, *twins._heads[::-1], device=DEVICE).transpose(2, 3))
