@@ -177,9 +177,13 @@ def test_7_padding_touches_nothing(recurrence: str, place: str) -> None:
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_8_row_order_and_padding_change_no_bit(recurrence: str) -> None:
-    """Same batch shape, rows permuted, padding elsewhere: outputs, states and memory are equal bit for bit."""
+    """Same batch shape, rows permuted, padding elsewhere: outputs, states and memory are equal bit for bit.
+
+    Matrices are small enough for torch to multiply them itself. For larger ones it calls MKL, whose result for one
+    matrix depends on its place in memory and so in the batch, by an ulp, unless MKL_CBWR asks for reproducible results.
+    """
     config = ReplayConfig(window=6, verify_len=3, stagger=False)
-    geometry = Geometry(4, 4 if get(recurrence).decay == "channel" else 2, 16, 8)
+    geometry = Geometry(4, 4 if get(recurrence).decay == "channel" else 2, 4, 3)
     model = Model(Setup(recurrence, config, geometry, model_dtype="bf16", seed=5))
     orders = ([0, 1, 2, PAD_SLOT], [2, PAD_SLOT, 0, 1], [PAD_SLOT, 1, 2, 0])
     pools = [model.pool() for _ in orders]

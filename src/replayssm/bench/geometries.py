@@ -30,7 +30,7 @@ class Model:
 
 
 def _collect() -> dict[str, Model]:
-    models = {}
+    models: dict[str, Model] = {}
     for name in registry():
         module = f"replayssm.recurrences.{name}.geometries"
         if find_spec(module) is not None:

@@ -30,6 +30,8 @@ def put_rows(target: Tensor, index: tuple[Tensor, ...], values: Tensor, active: 
         if len(chosen):
             target[tuple(i[chosen] for i in index)] = values[chosen]
         return
+    if not len(active):
+        return
     some = active.any()
     first = active.to(torch.int8).argmax()
     source = torch.where(active, torch.arange(len(active), device=active.device), first)
