@@ -10,12 +10,14 @@ state must stay exact, outputs follow the copy's precision) and "low precision" 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -269,19 +271,21 @@ class Machine(RuleBasedStateMachine):
         numbers = [[] if slot == PAD_SLOT else self.new_tokens(row.tokens) for slot, row in batch]
         slots = [slot for slot, _ in batch]
         tokens = grid(numbers)
-        with self.untouched(except_slots=[slot for slot, new in zip(slots, numbers, strict=True) if new], cursors=slots):
-            with flow.prompt(self.pool, slots, [len(new) for new in numbers]) as step:
-                for layer in self.layers:
-                    self.run_conv(layer, step, slots, numbers, tokens, append_only=loaded)
-                    if not loaded:
-                        y = flow.prefill(self.pool, layer, step, self.model.inputs(layer, tokens))
-                        self.check_outputs(layer, slots, numbers, y, through_read_copy=False)
-                        continue
-                    after = torch.full((len(slots), *self.setup.geometry.state_shape), torch.nan, dtype=torch.float64)
-                    for row, (slot, new) in enumerate(zip(slots, numbers, strict=True)):
-                        if new:
-                            after[row] = torch.from_numpy(self.live[slot].outputs(layer, new)[-1].state)
-                    flow.load(self.pool, layer, step, after)
+        with (
+            self.untouched(except_slots=[slot for slot, new in zip(slots, numbers, strict=True) if new], cursors=slots),
+            flow.prompt(self.pool, slots, [len(new) for new in numbers]) as step,
+        ):
+            for layer in self.layers:
+                self.run_conv(layer, step, slots, numbers, tokens, append_only=loaded)
+                if not loaded:
+                    y = flow.prefill(self.pool, layer, step, self.model.inputs(layer, tokens))
+                    self.check_outputs(layer, slots, numbers, y, through_read_copy=False)
+                    continue
+                after = torch.full((len(slots), *self.setup.geometry.state_shape), torch.nan, dtype=torch.float64)
+                for row, (slot, new) in enumerate(zip(slots, numbers, strict=True)):
+                    if new:
+                        after[row] = torch.from_numpy(self.live[slot].outputs(layer, new)[-1].state)
+                flow.load(self.pool, layer, step, after)
         for slot, new in zip(slots, numbers, strict=True):
             if new:  # a row without prompt tokens is left alone
                 sequence = self.live[slot]
@@ -327,7 +331,7 @@ class Machine(RuleBasedStateMachine):
                 for layer in self.layers:
                     self.run_conv(layer, step, slots, numbers, tokens)
                     outputs.append(flow.verify(self.pool, layer, step, self.model.inputs(layer, tokens)))
-            for slot, new in zip(slots, numbers, strict=True):
+            for slot in slots:
                 if slot == PAD_SLOT:
                     continue
                 sequence = self.live[slot]
@@ -346,7 +350,9 @@ class Machine(RuleBasedStateMachine):
         batch = self.batch(rows)
         slots = [slot for slot, _ in batch]
         pending = [0 if slot == PAD_SLOT else len(self.live[slot].pending) for slot in slots]
-        accepted = [(row.accept or 0) % (p + 1) if row.accept != 16 else p for (_, row), p in zip(batch, pending, strict=True)]
+        accepted = [
+            (row.accept or 0) % (p + 1) if row.accept != 16 else p for (_, row), p in zip(batch, pending, strict=True)
+        ]
         with self.untouched(cursors=slots):
             flow.commit(self.pool, slots, accepted)
         for slot, count in zip(slots, accepted, strict=True):
@@ -373,10 +379,13 @@ class Machine(RuleBasedStateMachine):
         slots = [slot for slot, _ in batch]
         numbers = [self.new_tokens(min(row.tokens, self.config.verify_len)) for _, row in batch]
         tokens = grid(numbers)
-        with self.untouched(except_slots=slots), self.refused("between its layers", RuntimeError):
-            with flow.step(self.pool, slots, [len(new) for new in numbers], forced=True) as step:
-                flow.verify(self.pool, 0, step, self.model.inputs(0, tokens))
-                raise RuntimeError("between its layers")
+        with (
+            self.untouched(except_slots=slots),
+            self.refused("between its layers", RuntimeError),
+            flow.step(self.pool, slots, [len(new) for new in numbers], forced=True) as step,
+        ):
+            flow.verify(self.pool, 0, step, self.model.inputs(0, tokens))
+            raise RuntimeError("between its layers")
         self.broken |= set(slots)
         for slot in slots:
             for use in (lambda s: flow.flush(self.pool, [s]), self.pool.fork, lambda s: snapshot(self.pool, s)):
@@ -515,12 +524,8 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def refused(self, message: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-        try:
+        with pytest.raises(kind, match=re.escape(message)):
             yield
-        except kind as error:
-            assert message in str(error)
-        else:
-            raise AssertionError(f"should have been refused: {message}")
 
     # ---- memory
 

@@ -4,11 +4,11 @@ A `Sequence` is a list of tokens and the exact state after each of them. Beside 
 that an implementation may have there, per head, so that a tolerance is computed and never guessed:
 
 * `gross` bounds the rounding of the arithmetic. It sums the norms of everything that was ever added to the state, with
-  the same decay but without cancellation: gross' = max(d) gross + |what this token adds|. A sum in floating point has an
+  the same decay but without cancellation: gross' = max(d) gross + |what this token adds|. A floating-point sum has an
   error of a small multiple of eps times that.
 * `path` sums |log decay|. A window's decays are exp of differences of running sums kept in fp64, each of which is
   rounded: a relative error of fp64's eps times the length of the path, which only shows where decay is strong.
-* `drift` bounds what storing the checkpoint in a low-precision format has added. All three recurrences are contractions,
+* `drift` bounds what storing the checkpoint in a low-precision format has added. All three rules are contractions,
   |diag(d)| <= 1 and |I - beta k k^T| <= 1 for 0 <= beta <= 2 and |k| <= 1, so an error that enters at a flush is never
   larger later: it decays with d, and each flush adds one rounding of the state.
 * `read` bounds the rounding of the read copy. It reaches outputs and nothing else.
@@ -32,7 +32,12 @@ Array = np.ndarray
 Token = Mapping[str, Array]
 
 # Eps of the storage formats (spacing at 1) and their smallest subnormal.
-STORAGE = {"fp64": (2.0**-52, 0.0), "fp32": (2.0**-23, 2.0**-149), "fp16": (2.0**-10, 2.0**-24), "bf16": (2.0**-7, 2.0**-133)}
+STORAGE = {
+    "fp64": (2.0**-52, 0.0),
+    "fp32": (2.0**-23, 2.0**-149),
+    "fp16": (2.0**-10, 2.0**-24),
+    "bf16": (2.0**-7, 2.0**-133),
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ RULES: dict[str, Callable[[Array, Token, Token], Next]] = {"mamba2": mamba2, "gd
 
 
 def conv(raw: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
-    """Output of a causal convolution with SiLU at the last of the inputs `raw` [t, channels], and the sum of |terms|."""
+    """Output of a causal convolution with SiLU at the last of the inputs `raw` [t, channels], and sum of |terms|."""
     width = weight.shape[1]
     window = np.zeros((width, raw.shape[1]))
     recent = raw[-width:]
@@ -169,7 +174,9 @@ class Sequence:
     def copy(self, tokens: int | None = None) -> Sequence:
         """The same sequence without what is pending, cut to its first `tokens`."""
         tokens = len(self.tokens) if tokens is None else tokens
-        other = Sequence(self.layers, self.checkpoint, self.read_copy, self.window, self.tokens[:tokens], [], self.folded)
+        other = Sequence(
+            self.layers, self.checkpoint, self.read_copy, self.window, self.tokens[:tokens], [], self.folded
+        )
         other.trace = [trace.copy(tokens) for trace in self.trace]
         other.drift, other.read = list(self.drift), list(self.read)
         return other

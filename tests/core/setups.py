@@ -62,7 +62,9 @@ def geometry_for(recurrence: str, key_heads: int = 1, conv: bool = False, conv_w
     return Geometry(2, key_heads, 3, 2, conv_channels=3 if conv else 0, conv_width=conv_width)
 
 
-def draw_inputs(name: str, geometry: Geometry, regime: str, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def draw_inputs(
+    name: str, geometry: Geometry, regime: str, count: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
     """Inputs of `count` tokens in the given regime of decays and keys."""
     H, G, N, P = geometry.heads, geometry.key_heads, geometry.key_dim, geometry.value_dim
     per_channel = get(name).decay == "channel"
@@ -113,9 +115,15 @@ class Model:
         if name == "mamba2" and setup.regime == "no decay":
             drawn["dt"] = np.exp(rng.standard_normal(drawn["dt"].shape) - 2)
         inputs = {f.name: torch.from_numpy(drawn[f.name]).to(layout.dtype_of(f)) for f in fields}
-        params = {n: torch.from_numpy(p).to(layout.compute_dtype) for n, p in draw_params(name, geometry, setup.regime, rng).items()}
+        params = {
+            n: torch.from_numpy(p).to(layout.compute_dtype)
+            for n, p in draw_params(name, geometry, setup.regime, rng).items()
+        }
         oracle = OracleLayer(
-            RULES[name], {n: exact(p) for n, p in params.items()}, {n: exact(x) for n, x in inputs.items()}, geometry.state_shape
+            RULES[name],
+            {n: exact(p) for n, p in params.items()},
+            {n: exact(x) for n, x in inputs.items()},
+            geometry.state_shape,
         )
         raw = weight = bias = spec = None
         if geometry.conv_channels:
@@ -126,7 +134,12 @@ class Model:
             )
             spec = (exact(raw), exact(weight), exact(bias))
         return Layer(
-            {n: _with_filler(x) for n, x in inputs.items()}, None if raw is None else _with_filler(raw), weight, bias, oracle, spec
+            {n: _with_filler(x) for n, x in inputs.items()},
+            None if raw is None else _with_filler(raw),
+            weight,
+            bias,
+            oracle,
+            spec,
         )
 
     @property
@@ -166,7 +179,9 @@ def _with_filler(x: Tensor) -> Tensor:
 def grid(rows: list[list[int]], width: int | None = None) -> Tensor:
     """Token numbers [B, T], with the filler beyond each row's own."""
     width = max([0, *map(len, rows)]) if width is None else width
-    return torch.tensor([row + [TOKENS] * (width - len(row)) for row in rows], dtype=torch.int64).reshape(len(rows), width)
+    return torch.tensor([row + [TOKENS] * (width - len(row)) for row in rows], dtype=torch.int64).reshape(
+        len(rows), width
+    )
 
 
 def bits(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cursor's arithmetic, exhaustively and without a device: the flush rule, the rows it yields, int against tensor."""
+"""The cursor's arithmetic, exhaustively and without a device: the flush rule, its rows, int against tensor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_rows_read_and_written_are_disjoint(window: int, verify_len: int) -> Non
 @pytest.mark.parametrize(("window", "verify_len"), LARGE)
 def test_rows_are_disjoint_in_large_windows(window: int, verify_len: int) -> None:
     rows = ring_rows(window, verify_len)
-    for start, length, tokens in itertools.product((0, 1, rows // 2, rows - 1), range(window + 1), range(verify_len + 1)):
+    for start, length, tokens in itertools.product(
+        (0, 1, rows // 2, rows - 1), range(window + 1), range(verify_len + 1)
+    ):
         folded, history, drafts, _, new_length = rows_of_step(start, length, tokens, window, False, rows)
         assert len(set(folded + history + drafts)) == length + tokens
         assert new_length + tokens <= window

@@ -23,7 +23,9 @@ from .setups import DTYPES, RECURRENCES, Model, Setup, bits, exact, geometry_for
 FORMATS = [("fp64", None), ("fp32", None), ("fp32", "fp16"), ("fp16", None), ("bf16", None)]
 
 
-def script(recurrence: str, conv: bool = True, checkpoint: str = "fp64", read_copy: str | None = None, **config: object) -> Machine:
+def script(
+    recurrence: str, conv: bool = True, checkpoint: str = "fp64", read_copy: str | None = None, **config: object
+) -> Machine:
     """The state machine, to be driven by hand: every verb still checks itself against the oracle."""
     options = {"window": 8, "verify_len": 4, "stagger": False} | config
     machine = Machine()
@@ -52,7 +54,14 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def run(pool: StatePool, model: Model, slots: Sequence[int], numbers: list[list[int]], width: int | None = None, **options: object) -> list[Tensor]:
+def run(
+    pool: StatePool,
+    model: Model,
+    slots: Sequence[int],
+    numbers: list[list[int]],
+    width: int | None = None,
+    **options: object,
+) -> list[Tensor]:
     """One step over all layers; the outputs of each."""
     tokens = grid(numbers, width)
     with flow.step(pool, slots, [len(n) for n in numbers], width=width, **options) as step:  # type: ignore[arg-type]
@@ -128,7 +137,14 @@ def test_3_a_flush_keeps_the_logical_state(recurrence: str, checkpoint: str, rea
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_6_commit_then_verify_equals_a_fresh_slot(recurrence: str, accepted: int) -> None:
     """Whatever was rejected leaves no trace."""
-    model = Model(Setup(recurrence, ReplayConfig(window=8, verify_len=4, checkpoint_format="fp64", stagger=False), geometry_for(recurrence), seed=3))
+    model = Model(
+        Setup(
+            recurrence,
+            ReplayConfig(window=8, verify_len=4, checkpoint_format="fp64", stagger=False),
+            geometry_for(recurrence),
+            seed=3,
+        )
+    )
     used, fresh = model.pool(), model.pool()
     slot, other = used.acquire(), fresh.acquire()
     path: list[int] = []
@@ -204,7 +220,9 @@ def test_8_row_order_and_padding_change_no_bit(recurrence: str) -> None:
             for slot in range(3):
                 assert same(outputs[0][slot], other[slot])
         for pool in pools[1:]:
-            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(pools[0].cursor.items(), pool.cursor.items(), strict=True))
+            assert all(
+                torch.equal(a, b) for (_, a), (_, b) in zip(pools[0].cursor.items(), pool.cursor.items(), strict=True)
+            )
             for slot in range(3):
                 for kind in ("checkpoint", "ring"):
                     assert same(slot_bits(pools[0], slot, kind), slot_bits(pool, slot, kind))
@@ -213,7 +231,9 @@ def test_8_row_order_and_padding_change_no_bit(recurrence: str) -> None:
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_8_the_flush_phase_changes_nothing(recurrence: str) -> None:
     """The same tokens with every phase of the first flush, and with no flush at all: outputs to tolerance."""
-    model = Model(Setup(recurrence, ReplayConfig(window=16, checkpoint_format="fp64"), geometry_for(recurrence), slots=17, seed=9))
+    model = Model(
+        Setup(recurrence, ReplayConfig(window=16, checkpoint_format="fp64"), geometry_for(recurrence), slots=17, seed=9)
+    )
     pool = model.pool()
     slots = [pool.acquire() for _ in range(17)]
     assert len(set(pool.cursor.window[slots].tolist())) == 16
@@ -231,14 +251,28 @@ def device_pool(model: Model, device: str) -> StatePool:
     """The model's pool on a device, slots 0..4 live."""
     layout, setup = model.layout, model.setup
     pool = StatePool.allocate(
-        layout.recurrence, setup.geometry, setup.config, slots=setup.slots, model_dtype=layout.model_dtype, device=device, params=model.params
+        layout.recurrence,
+        setup.geometry,
+        setup.config,
+        slots=setup.slots,
+        model_dtype=layout.model_dtype,
+        device=device,
+        params=model.params,
     )
     for slot in range(setup.slots):
         pool.acquire(slot)
     return pool
 
 
-def whole_step(pool: StatePool, slots: Tensor, tokens: Tensor, accepted: Tensor, forced: Tensor, inputs: list[dict[str, Tensor]], width: int) -> list[Tensor]:
+def whole_step(
+    pool: StatePool,
+    slots: Tensor,
+    tokens: Tensor,
+    accepted: Tensor,
+    forced: Tensor,
+    inputs: list[dict[str, Tensor]],
+    width: int,
+) -> list[Tensor]:
     """A step as an engine would capture it: device tensors only."""
     opened = flow.open_step(pool, slots, tokens, width=width, forced=forced)
     ys = [flow.verify(pool, layer, opened, x) for layer, x in enumerate(inputs)]
@@ -247,7 +281,9 @@ def whole_step(pool: StatePool, slots: Tensor, tokens: Tensor, accepted: Tensor,
     return ys
 
 
-def batches(model: Model, device: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]]:
+def batches(
+    model: Model, device: str, steps: int
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]]:
     """Random arguments of `whole_step`: ragged rows, padding, forced flushes, partial acceptance."""
     generator = torch.Generator().manual_seed(11)
     found = []
@@ -265,7 +301,9 @@ def batches(model: Model, device: str, steps: int) -> list[tuple[Tensor, Tensor,
 
 
 def graph_model(recurrence: str) -> Model:
-    return Model(Setup(recurrence, ReplayConfig(window=5, verify_len=3, read_format="bf16"), geometry_for(recurrence), seed=2))
+    return Model(
+        Setup(recurrence, ReplayConfig(window=5, verify_len=3, read_format="bf16"), geometry_for(recurrence), seed=2)
+    )
 
 
 def assert_pools_equal(a: StatePool, b: StatePool) -> None:
@@ -283,7 +321,13 @@ def test_9_graph_replay_equals_eager(recurrence: str) -> None:
     eager, captured = device_pool(model, "cuda"), device_pool(model, "cuda")
     arguments = batches(model, "cuda", 20)
     slots, tokens, accepted, forced, inputs = arguments[0]
-    static = (slots.clone(), tokens.clone(), accepted.clone(), forced.clone(), [{n: x.clone() for n, x in each.items()} for each in inputs])
+    static = (
+        slots.clone(),
+        tokens.clone(),
+        accepted.clone(),
+        forced.clone(),
+        [{n: x.clone() for n, x in each.items()} for each in inputs],
+    )
     static[0].fill_(PAD_SLOT)  # warming up and capturing must leave every slot alone
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -354,8 +398,13 @@ def test_10_window_1_is_the_plain_recurrence_bit_for_bit(recurrence: str, key_he
     the state is read, u = beta (v - S^T (d k)), and S <- d S + k u^T is a product, a product and a sum.
     """
     advance = per_token(recurrence)
-    for geometry in (geometry_for(recurrence, key_heads), Geometry(4, 4 if get(recurrence).decay == "channel" else 2, 32, 16)):
-        model = Model(Setup(recurrence, ReplayConfig(window=1, checkpoint_format="fp64"), geometry, model_dtype="fp64", seed=4))
+    for geometry in (
+        geometry_for(recurrence, key_heads),
+        Geometry(4, 4 if get(recurrence).decay == "channel" else 2, 32, 16),
+    ):
+        model = Model(
+            Setup(recurrence, ReplayConfig(window=1, checkpoint_format="fp64"), geometry, model_dtype="fp64", seed=4)
+        )
         pool = model.pool()
         slot = pool.acquire()
         states = [torch.zeros(geometry.state_shape, dtype=torch.float64) for _ in pool.layers]
@@ -376,7 +425,9 @@ def test_10_window_1_rounds_once_per_token(recurrence: str, checkpoint: str) -> 
     value lies within fp32's error of a tie: the stored state is within one spacing of the rounding everywhere.
     """
     geometry = Geometry(2, 2, 16, 8)
-    model = Model(Setup(recurrence, ReplayConfig(window=1, checkpoint_format=checkpoint, stagger=False), geometry, seed=4))
+    model = Model(
+        Setup(recurrence, ReplayConfig(window=1, checkpoint_format=checkpoint, stagger=False), geometry, seed=4)
+    )
     pool, dtype, advance = model.pool(), DTYPES.get(checkpoint, torch.float16), per_token(recurrence)
     slot = pool.acquire()
     stored = [torch.zeros(geometry.state_shape, dtype=torch.float64) for _ in pool.layers]
