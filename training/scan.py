@@ -136,11 +136,13 @@ def delta_rule_chunks(
 
     | tensor      | shape                        | meaning                          |
     |-------------|------------------------------|----------------------------------|
-    | query, key  | ``[B, T, H, K]``             | raw when ``normalize``           |
+    | query, key  | ``[B, T, H or H / group, K]``| raw when ``normalize``           |
     | value       | ``[B, T, H, V]``             |                                  |
     | g           | ``[B, T, H]`` or ``[B, T, H, K]`` | log decay, <= 0             |
     | beta        | ``[B, T, H]``                | write strength                   |
     """
+    group = value.shape[2] // key.shape[2]  # transformers repeats shared key heads itself before 5.23
+    query, key = query.repeat_interleave(group, 2), key.repeat_interleave(group, 2)
     batch, length, heads, k_dim = key.shape
     pad = -length % CHUNK
     q, k, v, g, beta = (_chunked(x, pad) for x in (query, key, value, g, beta))

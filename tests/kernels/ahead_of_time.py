@@ -1,0 +1,80 @@
+"""Compile kernels for one compute capability and print what they take, as JSON. Run without TRITON_INTERPRET.
+
+python tests/kernels/ahead_of_time.py 90
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+
+import torch
+
+from replayssm import ReplayConfig
+from replayssm.kernels import ahead
+from replayssm.kernels.launch import Choice
+from replayssm.kernels.tuned import FOLDER, Shape, heuristic, load
+from replayssm.recurrences import Geometry, get, registry
+from replayssm.state.layout import StateLayout
+
+GEOMETRIES = {
+    "mamba2": Geometry(128, 8, 128, 64),
+    "gdn": Geometry(64, 16, 128, 128),
+    "kda": Geometry(32, 32, 128, 128),
+}
+"""Nemotron-3-Super, Qwen3.5-122B and Kimi-Linear."""
+
+MORE = {
+    "mamba2 head dim 80": ("mamba2", Geometry(96, 8, 128, 80)),
+    "mamba2 key dim 256": ("mamba2", Geometry(32, 2, 256, 128)),
+}
+
+
+def layout_of(name: str, geometry: Geometry, tokens: int, dtype: torch.dtype = torch.bfloat16) -> StateLayout:
+    return StateLayout(get(name), geometry, ReplayConfig(16, tokens), dtype)
+
+
+def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
+    """(title, layout, tokens, choice) of what is compiled besides the tables: all of it for sm_90 only."""
+    for name, geometry in GEOMETRIES.items():
+        for tokens, batch in [(1, 1), (1, 256), (4, 256)] if capability == 90 else [(1, 256)]:
+            layout = layout_of(name, geometry, tokens)
+            yield f"{name} T={tokens} batch {batch}", layout, tokens, heuristic(layout, batch, tokens)[0]
+    if capability == 90:
+        for title, (name, geometry) in MORE.items():
+            layout = layout_of(name, geometry, 1)
+            yield title, layout, 1, heuristic(layout, 256, 1)[0]
+
+
+def tuned(most: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
+    """The different choices of every table, the first `most` of each."""
+    for path in sorted(FOLDER.glob("*.json")):
+        rows = {(row.shape, row.tokens > 1, row.choice): row for row in load(path)}
+        for row in islice(rows.values(), most):
+            shape = row.shape
+            fitting = [r for r in registry().values() if (r.decay, r.delta_rule) == (shape.decay, shape.delta_rule)]
+            geometry = Geometry(shape.heads, shape.key_heads, shape.key_dim, shape.value_dim)
+            config = ReplayConfig(row.window, row.tokens, shape.checkpoint_format)
+            layout = StateLayout(fitting[0], geometry, config, getattr(torch, shape.model_dtype))
+            assert Shape.of(layout) == shape
+            yield f"{path.stem} {fitting[0].name} T={row.tokens} batch {row.batch}", layout, row.tokens, row.choice
+
+
+def main(capability: int, most: int) -> None:
+    found: dict[str, object] = {}
+    for title, layout, tokens, choice in [*heuristics(capability), *(tuned(most) if capability == 90 else ())]:
+        for launch, resources in ahead.compile_choice(layout, tokens, choice, capability).items():
+            found[f"{title} {launch}"] = asdict(resources)
+    for name, geometry in GEOMETRIES.items():
+        layout = layout_of(name, geometry, 1)
+        found[f"{name} fold"] = asdict(ahead.compile_materialize(layout, in_place=True, capability=capability))
+    for name, resources in ahead.compile_cursor_kernels(capability).items():
+        found[name] = asdict(resources)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize)
