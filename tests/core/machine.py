@@ -305,6 +305,17 @@ class Machine(RuleBasedStateMachine):
         if chosen:
             self.run_commit(chosen)
 
+    @_has_usable
+    @rule(turns=st.integers(1, 24), tokens=st.integers(0, 15), rejected=st.integers(0, 2))
+    def decode(self, turns: int, tokens: int, rejected: int) -> None:
+        """Every usable slot decodes for a while, so that windows fill and flush and rings wrap."""
+        new = 1 + tokens % self.config.verify_len
+        accept = max(0, new - rejected) if turns % 2 else 16
+        rows = [Row(pick, tokens=new, accept=accept) for pick in range(len(self.usable()))]
+        for _ in range(turns):
+            self.run_step(rows)
+            self.run_commit(rows)
+
     @rule(rows=_rows)
     def commit(self, rows: list[Row]) -> None:
         self.run_commit(rows)

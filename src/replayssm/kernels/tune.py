@@ -1,0 +1,278 @@
+"""`replayssm tune`: find the fastest tiles for this GPU, among those that are right, and write them to its table.
+
+Each candidate is first held to the torch back end over some steps with flushes, rejections and padding; one that is
+wrong, or does not compile, gets no number. Times are of whole flush cycles with a cold L2 (`bench.timing`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from replayssm import flow
+from replayssm.bench.geometries import find
+from replayssm.bench.rows import Conditions
+from replayssm.bench.timing import Timer, rotation, rotation_layers, timer_for
+from replayssm.config import ReplayConfig
+from replayssm.kernels.launch import Choice, Tile, launch_verify
+from replayssm.kernels.tuned import Measured, Shape, heuristic, path_of, save
+from replayssm.state import cursor
+from replayssm.state.layout import StateLayout
+from replayssm.state.plan import COLUMNS
+from replayssm.state.pool import LayerState, StatePool
+
+STATE_LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+"""Allowed difference from the torch back end: a single tf32 product (1e-3) must not pass for fp32."""
+
+CHECKED_ROWS = (3, -1, 0, 4, 1)
+
+app = typer.Typer(add_completion=False)
+
+
+def tune(
+    layout: StateLayout,
+    batches: Sequence[int],
+    tokens: int,
+    device: torch.device,
+    *,
+    candidates: Sequence[Choice] | None = None,
+    timer: Timer | None = None,
+    workers: int = 1,
+    log: Callable[[str], None] = print,
+) -> list[Measured]:
+    """The fastest right choice of a layer at each batch.
+
+    Args:
+        layout: the layer and its configuration, whose window is the one in force.
+        batches: rows.
+        tokens: tokens of a row in a step, all of them accepted.
+        device: where to measure.
+        candidates: choices to try; all that fit the geometry by default.
+        timer: how to time; graphs and events on CUDA.
+        workers: processes that compile and check candidates; 1 does it here.
+        log: receives a line per candidate.
+    """
+    timer = timer_for(device) if timer is None else timer
+    candidates = list(candidates_for(layout, tokens)) if candidates is None else list(candidates)
+    limit = STATE_LIMITS[layout.config.checkpoint_format]
+    right = []
+    for choice, found in zip(candidates, _check_all(layout, tokens, candidates, device, workers), strict=True):
+        if isinstance(found, str):
+            log(f"{choice}: {found}")
+        elif found > limit:
+            log(f"{choice}: wrong, differs by {found:.1e} from the torch back end")
+        else:
+            right.append(choice)
+    rows = []
+    for batch in batches:
+        bench = _Bench(layout, batch, tokens, device, timer)
+        times = {choice: bench.us(choice) for choice in right}
+        if not times:
+            raise RuntimeError("no candidate is right; run the kernel tests on this machine")
+        best = min(times, key=lambda choice: times[choice])
+        # the per-token form writes every state in every step; one window in force less than it would be slower
+        plain = bench.us(best, plain=True)
+        window = layout.config.window if times[best] <= plain else 1
+        for choice, us in sorted(times.items(), key=lambda item: item[1])[:5]:
+            log(f"batch {batch} {us:8.2f} us  {choice}")
+        rows.append(Measured(Shape.of(layout), batch, tokens, layout.config.window, best, times[best], window))
+    return rows
+
+
+def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
+    """The heuristic's choices, single launches, and pairs of a step and a flush launch that fit the geometry."""
+    geometry = layout.geometry
+    group = math.gcd(geometry.heads // geometry.key_heads, 8)
+    shared = sorted({1, min(2, group), min(4, group), group})
+    seen: set[Choice] = set()
+
+    def new(choice: Choice) -> Iterator[Choice]:
+        if choice not in seen and all(_fits(layout, tile) for tile in (choice.step, choice.flush) if tile):
+            seen.add(choice)
+            yield choice
+
+    for batch in (1, 10**6):
+        yield from new(heuristic(layout, batch, tokens)[0])
+    for block_p, warps in product((8, 16, 32), (1, 2, 4)):
+        yield from new(Choice(Tile(block_p, 1, warps)))
+    steps = [
+        Tile(p, h, w, 1, s) for (p, w), h, s in product(((16, 1), (32, 1), (32, 2), (64, 2), (64, 4)), shared, (1, 2))
+    ]
+    flushes = [Tile(p, h, w) for (p, w), h in product(((16, 1), (16, 2), (32, 2), (32, 4)), {1, min(4, group)})]
+    first_flush, first_step = flushes[0], steps[0]
+    for step in steps:
+        yield from new(Choice(step, first_flush))
+    for flush in flushes:
+        yield from new(Choice(first_step, flush))
+
+
+def _fits(layout: StateLayout, tile: Tile) -> bool:
+    geometry = layout.geometry
+    blocks = math.ceil(geometry.value_dim / tile.block_p)
+    columns = max(16, 1 << (geometry.value_dim - 1).bit_length())
+    group = geometry.heads // geometry.key_heads
+    return tile.block_p <= columns and group % tile.heads == 0 and blocks % tile.tiles == 0
+
+
+def _check_all(
+    layout: StateLayout, tokens: int, candidates: Sequence[Choice], device: torch.device, workers: int
+) -> list[float | str]:
+    """What `check` says of each candidate, or why it could not. Other processes leave their kernels in Triton's cache."""
+    if workers == 1:
+        return [_attempt(layout, tokens, choice, device) for choice in candidates]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(_attempt, layout, tokens, choice, device) for choice in candidates]
+        found: list[float | str] = []
+        for job in jobs:
+            try:
+                found.append(job.result())
+            except BrokenProcessPool:
+                found.append("the process that ran it, or one beside it, died")
+    return found
+
+
+def _attempt(layout: StateLayout, tokens: int, choice: Choice, device: torch.device) -> float | str:
+    try:
+        return check(layout, tokens, choice, device)
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and one candidate less is no loss
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def check(layout: StateLayout, tokens: int, choice: Choice, device: torch.device) -> float:
+    """Largest relative difference from the torch back end, outputs and states, over a window and a half of steps."""
+    generator = torch.Generator().manual_seed(0)
+    rows, recurrence, geometry = len(CHECKED_ROWS), layout.recurrence, layout.geometry
+    _, params = recurrence.draw(geometry, (1,), generator)
+    pools = [
+        StatePool([LayerState.allocate(layout, 6, device, params)], backend=backend) for backend in ("torch", "triton")
+    ]
+    theirs, ours = pools
+    for pool in pools:
+        for _ in range(5):
+            pool.acquire()
+        for tensor in pool.layers[0].tensors.values():
+            tensor.fill_(torch.nan)
+    worst = 0.0
+    for number in range(3 * layout.config.window // (2 * tokens) + 2):
+        inputs = _inputs(layout, rows, tokens, device, generator)
+        counts = [0 if slot < 0 else max(1, tokens - (number + row) % 2) for row, slot in enumerate(CHECKED_ROWS)]
+        steps = [flow.open_step(pool, CHECKED_ROWS, counts, width=tokens) for pool in pools]
+        expected = flow.verify(theirs, 0, steps[0], inputs)
+        y = torch.full_like(expected, torch.nan)
+        launch_verify(ours.layers[0], steps[1].plan, inputs, y, choice)
+        worst = max(worst, _difference(y, expected))
+        for pool, step in zip(pools, steps, strict=True):
+            flow.close_step(pool, step)
+            flow.commit(pool, CHECKED_ROWS, [max(0, count - number % 2 * (tokens > 1)) for count in counts])
+    live = [slot for slot in CHECKED_ROWS if slot >= 0]
+    return max(worst, _difference(flow.materialize(ours, 0, live), flow.materialize(theirs, 0, live)))
+
+
+def _difference(out: Tensor, ref: Tensor) -> float:
+    """||out - ref|| / ||ref||, infinite where anything is NaN."""
+    return float(torch.nan_to_num((out - ref).norm() / ref.norm(), nan=torch.inf))
+
+
+def _inputs(
+    layout: StateLayout, rows: int, tokens: int, device: torch.device, generator: torch.Generator
+) -> dict[str, Tensor]:
+    drawn, _ = layout.recurrence.draw(layout.geometry, (rows, tokens), generator)
+    return {f.name: drawn[f.name].to(layout.dtype_of(f)).to(device) for f in layout.recurrence.inputs}
+
+
+class _Bench:
+    """Layers, inputs and plans of one batch, to time choices on."""
+
+    def __init__(self, layout: StateLayout, batch: int, tokens: int, device: torch.device, timer: Timer) -> None:
+        self.layout, self.timer = layout, timer
+        generator = torch.Generator().manual_seed(0)
+        count = rotation_layers(batch * layout.bytes_of("checkpoint"), device)
+        few = _inputs(layout, min(batch, 8), tokens, device, generator)
+        self.inputs = {n: x.repeat(-(-batch // len(x)), *[1] * (x.dim() - 1))[:batch] for n, x in few.items()}
+        _, params = layout.recurrence.draw(layout.geometry, (1,), generator)
+        self.layers = [LayerState.allocate(layout, batch, device, params) for _ in range(count)]
+        for layer in self.layers:
+            for name, tensor in layer.tensors.items():
+                # no kernel is timed on zeros, nor on decays that would let states grow
+                tensor.fill_(-0.05) if name.endswith("log_decay") else tensor.uniform_(0.01, 0.1)
+        geometry = layout.geometry
+        self.y = torch.empty(batch, tokens, geometry.heads, geometry.value_dim, device=device)
+        lengths = list(range(tokens, layout.config.window + 1, tokens))
+        self.cycle = [[lengths[(row + at) % len(lengths)] for row in range(batch)] for at in range(len(lengths))]
+        if batch % len(lengths) == 0:
+            self.cycle = self.cycle[:1]  # staggered rows look alike in every step
+        self.plans = [self._plan(row_lengths, tokens, layout.config.window, device) for row_lengths in self.cycle]
+        self.plain = self._plan([1] * batch, tokens, tokens, device)
+
+    def us(self, choice: Choice, *, plain: bool = False) -> float:
+        """Microseconds per layer and step, averaged over the cycle; `plain` flushes every row in every step."""
+
+        def step_of(plan: Tensor) -> Callable[[int], object]:
+            return lambda layer: launch_verify(self.layers[layer], plan, self.inputs, self.y, choice)
+
+        steps = [step_of(plan) for plan in ([self.plain] if plain else self.plans)]
+        return self.timer.time(*rotation(steps, len(self.layers))).us
+
+    def _plan(self, lengths: list[int], tokens: int, window: int, device: torch.device) -> Tensor:
+        rows = []
+        folds = [bool(cursor.due(length, tokens, window)) for length in lengths]
+        order = sorted(range(len(lengths)), key=lambda row: not folds[row])
+        for row, (length, due) in enumerate(zip(lengths, folds, strict=True)):
+            start = row * 7 % self.layout.ring_rows
+            new_start, history = cursor.settle(start, length, due, self.layout.ring_rows)
+            values = {"slot": row, "tokens": tokens, "folded": length - history, "fold_start": start, "due": int(due)}
+            values |= {"history": history, "empty": 0, "order": order[row], "due_count": sum(folds)}
+            values |= {"start": new_start, "position": 10_000}
+            rows.append([values[name] for name in COLUMNS])
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@app.command()
+def tune_command(
+    geometry: Annotated[list[str], typer.Argument(help="Models whose layers to tune, as in `bench kernels`.")],
+    batch: Annotated[list[int] | None, typer.Option("--batch", "-b", help="Rows; may be repeated.")] = None,
+    verify_len: Annotated[
+        list[int] | None, typer.Option("--verify-len", help="Tokens per step; may be repeated.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Window in force.")] = 16,
+    checkpoint_format: Annotated[list[str] | None, typer.Option("--format", help="Checkpoint format.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile and check candidates.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="The table; that of this GPU in the package by default.")] = None,
+) -> None:
+    """Find the fastest kernel launches for this machine's GPU, and write them to its table."""
+    if not torch.cuda.is_available():
+        typer.echo("Error: tune needs a CUDA GPU, and torch sees none on this machine", err=True)
+        raise typer.Exit(2)
+    device = torch.device("cuda")
+    target = path_of(torch.cuda.get_device_name(device)) if out is None else out
+    conditions: dict[str, Any] = vars(Conditions.collect(device))
+    try:
+        models = [find(name) for name in geometry]
+        layouts = [
+            StateLayout(
+                model.replayed,
+                replace(model.geometry, conv_channels=0),
+                ReplayConfig(window, tokens, form),
+                torch.bfloat16,
+            )
+            for model, form, tokens in product(models, checkpoint_format or ["fp32"], verify_len or [1])
+        ]
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for layout in layouts:
+        typer.echo(f"{layout.recurrence.title} {layout.geometry} {layout.config.checkpoint_format}")
+        rows = tune(layout, batch or [1, 8, 64, 256], layout.config.verify_len, device, workers=jobs, log=typer.echo)
+        save(target, tuple(rows), conditions)
+    typer.echo(f"written to {target}")
