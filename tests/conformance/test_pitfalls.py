@@ -187,6 +187,30 @@ def test_fault_15_slots_inside_an_engines_pages(recurrence: Recurrence) -> None:
     assert bool((pages[:, layout.page_bytes :] == 0xFF).all()), "bytes of others were written"
 
 
+def test_fault_16_17_slots_lie_far_apart_under_one_index(recurrence: Recurrence) -> None:
+    """Slot x stride passes 2^31 elements in every tensor, ring and checkpoint alike. The memory is never touched."""
+    geometry = geometry_of(recurrence)
+    layout = StateLayout(recurrence, geometry, ReplayConfig(window=3), torch.float32)
+    inputs, params = recurrence.draw(geometry, (1, 8), torch.Generator().manual_seed(0))
+    try:
+        pages = torch.empty(2, 2**33 + 128, dtype=torch.uint8)
+    except RuntimeError as error:
+        pytest.skip(f"this machine does not lend 16 GiB of addresses: {error}")
+    far = StatePool([LayerState.in_pages(layout, pages, params)])
+    near = StatePool([LayerState.allocate(layout, 2, "cpu", params)])
+    assert far.layers[0].tensors["checkpoint"].stride(0) > 2**31
+    results = []
+    for pool in (far, near):
+        slot = pool.acquire(1)
+        for t in range(8):
+            with flow.step(pool, torch.tensor([slot], dtype=torch.int32)) as step:
+                y = flow.verify(pool, 0, step, {n: x[:, t : t + 1] for n, x in inputs.items()})
+            flow.commit(pool, torch.tensor([slot], dtype=torch.int32), 1)
+        results.append((y, flow.materialize(pool, 0, [slot])))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
 def test_fault_18_19_only_exact_boundaries_are_published(recurrence: Recurrence) -> None:
     """Rejected drafts are in no boundary, and a boundary inside the accepted window takes exactly that many."""
     bench = Bench(recurrence, ReplayConfig(window=8, verify_len=4, stagger=False, **FP64))
@@ -225,6 +249,25 @@ def test_fault_21_a_snapshot_in_mid_window_brings_its_ring(recurrence: Recurrenc
     other.check_states()
 
 
+def test_fault_22_rounded_records_do_not_pile_up(recurrence: Recurrence) -> None:
+    """A bf16 model over 1,500 tokens: the state error stays where it was after 100, far below a bf16 rounding."""
+    geometry = geometry_of(recurrence)
+    inputs, params = recurrence.draw(geometry, (1500,), torch.Generator().manual_seed(0))
+    layout = StateLayout(recurrence, geometry, ReplayConfig(window=16, verify_len=16), torch.bfloat16)
+    inputs = {f.name: inputs[f.name].to(layout.dtype_of(f)) for f in recurrence.inputs}
+    pool = StatePool([LayerState.allocate(layout, 1, "cpu", params)])
+    slot, exact = pool.acquire(), torch.zeros(geometry.state_shape, dtype=torch.float64)
+    errors = []
+    for begin in range(0, 1500, 15):
+        chunk = {n: x[begin : begin + 15] for n, x in inputs.items()}
+        with flow.step(pool, [slot], 15) as step:
+            flow.verify(pool, 0, step, {n: x[None] for n, x in chunk.items()})
+        flow.commit(pool, [slot], 15)
+        exact = recurrence.recurrent(chunk, params, exact, geometry)[1]
+        errors.append(float((flow.materialize(pool, 0, [slot])[0].double() - exact).norm() / exact.norm()))
+    assert max(errors) < 1e-6, "u and the checkpoint are kept in fp32: a rounding to bf16 would show as 1e-3"
+
+
 def test_fault_23_gates_and_readout_stay_in_fp32(recurrence: Recurrence) -> None:
     """A bf16 model: everything that is not a stored activation is computed and returned in fp32."""
     geometry = geometry_of(recurrence)
@@ -246,6 +289,31 @@ def test_fault_23_gates_and_readout_stay_in_fp32(recurrence: Recurrence) -> None
     assert outputs[0].dtype == torch.float32
     error = float((torch.stack(outputs).double() - expected).norm() / expected.norm())
     assert error < 1e-6, f"{error:.1e}: a bf16 step anywhere would show as 1e-3"
+
+
+def test_fault_24_every_verb_computes_one_state(recurrence: Recurrence) -> None:
+    """The same tokens by prefill, by verify with drafts and token by token: states agree to rounding, in fp64."""
+    by = {
+        "prefill": ReplayConfig(window=4, **FP64),
+        "decode": ReplayConfig(window=4, **FP64),
+        "drafts": ReplayConfig(window=7, verify_len=5, **FP64),
+        "read copy": ReplayConfig(window=6, verify_len=2, read_format="bf16", **FP64),
+    }
+    for name, config in by.items():
+        bench = Bench(recurrence, config, rows=1)
+        if name == "prefill":
+            inputs, width = bench.batch([40], [0])
+            with flow.prompt(bench.pool, bench.slots, 40, width=width) as step:
+                flow.prefill(bench.pool, 0, step, inputs)
+            bench.position = [40]
+        while bench.position[0] < 40:
+            count = min(config.verify_len, 40 - bench.position[0])
+            inputs, width = bench.batch([count], [0])
+            with flow.step(bench.pool, bench.slots, count, width=width) as step:
+                flow.verify(bench.pool, 0, step, inputs)
+            flow.commit(bench.pool, bench.slots, count)
+            bench.position[0] += count
+        bench.check_states()
 
 
 def test_fault_25_a_checkpoint_out_of_range_saturates_and_says_so() -> None:

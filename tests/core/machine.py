@@ -464,8 +464,12 @@ class Machine(RuleBasedStateMachine):
                 self.check_state(layer, self.live[slot], len(self.live[slot].tokens), state)
 
     def eps(self, path: np.ndarray) -> np.ndarray:
-        """Relative error of the arithmetic: the recurrence's tolerance, and that of fp64 sums along the path."""
-        return self.tolerance + 2 * np.finfo(np.float64).eps * path
+        """Relative error of the arithmetic: the recurrence's tolerance, and that of fp64 sums along the path.
+
+        A running sum of R log decays is rounded at each addition, an error of up to R eps times the sum of their sizes;
+        a decay is exp of the difference of two such sums.
+        """
+        return self.tolerance + 2 * self.pool.ring_rows * np.finfo(np.float64).eps * path
 
     def check_ring_fits(self, slots: list[int], numbers: list[list[int]]) -> None:
         for slot, new in zip(slots, numbers, strict=True):

@@ -350,6 +350,26 @@ def test_9_graph_replay_equals_eager(recurrence: str) -> None:
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_9_a_step_brings_no_number_from_the_host(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the host cannot be captured in a CUDA graph; numbers must be filled in on the device."""
+    model = graph_model(recurrence)
+    pool, arguments = device_pool(model, "cpu"), batches(model, "cpu", 6)
+    hide_values(monkeypatch)
+
+    def refuse(make: Callable) -> Callable:
+        def made(value: object, *rest: object, **options: object) -> Tensor:
+            assert isinstance(value, Tensor), f"{value!r} was copied from the host"
+            return make(value, *rest, **options)
+
+        return made
+
+    monkeypatch.setattr(torch, "as_tensor", refuse(torch.as_tensor))
+    monkeypatch.setattr(torch, "tensor", refuse(torch.tensor))
+    for batch in arguments:
+        whole_step(pool, *batch, width=3)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_9_the_path_without_host_decisions_equals_eager(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a graph captures, on the CPU: no branch on a value, and the same bits."""
     model = graph_model(recurrence)

@@ -71,12 +71,17 @@ def test_a_corrupt_ring_row_is_seen(recurrence: str, pending: bool) -> None:
         for row in range(2):
             machine = midway(recurrence)
             slot = machine.usable()[1]
-            target = machine.pool.layers[1].tensors[f"ring.{name}"][slot, live_rows(machine, slot, pending)[row]]
+            target = machine.pool.layers[0].tensors[f"ring.{name}"][slot, live_rows(machine, slot, pending)[row]]
             changed = target.reshape(-1).clone()
             changed[0] = changed[0] * (1 + 1e-5) + 1e-5
             target.copy_(changed.reshape(target.shape))
             with pytest.raises(AssertionError, match="off by"):
                 finish(machine)
+
+
+def check_and_finish(machine: Machine) -> None:
+    machine.check()  # compares all counters but `start`, which only shows in what is read next
+    finish(machine)
 
 
 @pytest.mark.parametrize("counter", ["start", "length", "position", "pending"])
@@ -86,8 +91,8 @@ def test_a_corrupt_cursor_is_seen(counter: str) -> None:
         slot = machine.usable()[0]
         value = getattr(machine.pool.cursor, counter)
         value[slot] = (value[slot] + change) % machine.pool.ring_rows
-        with pytest.raises((AssertionError, ValueError)):  # a wrong number of pending rows may be refused by commit
-            finish(machine)
+        with pytest.raises(AssertionError):
+            check_and_finish(machine)
 
 
 def test_a_skipped_commit_is_seen(monkeypatch: Patch) -> None:
@@ -111,7 +116,7 @@ def test_a_write_to_another_slot_is_seen(monkeypatch: Patch) -> None:
     original = flow.verify
 
     def trampling(pool: StatePool, layer: int, step: Step, inputs: dict) -> torch.Tensor:
-        pool.layers[layer].tensors["checkpoint"][0, 0, 0, 0] = 1  # slot 0 is free here, and full of NaN
+        pool.layers[layer].tensors["checkpoint"][4, 0, 0, 0] = 1  # slot 4 is free here, and full of NaN
         return original(pool, layer, step, inputs)
 
     monkeypatch.setattr(flow, "verify", trampling)
@@ -252,9 +257,9 @@ def beta_rounded(patch: Patch) -> None:
 
 
 def exponents_not_differences(patch: Patch) -> None:
-    def decay(later: torch.Tensor, earlier: torch.Tensor, reaches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        product = later.to(dtype).exp().unsqueeze(2) * (-earlier).to(dtype).exp().unsqueeze(1)
-        return product * reaches[..., None, None]
+    def decay(later: torch.Tensor, earlier: torch.Tensor, reaches: torch.Tensor) -> torch.Tensor:
+        product = later.float().exp().unsqueeze(2) * (-earlier).float().exp().unsqueeze(1)
+        return (product * reaches[..., None, None]).double()
 
     patch.setattr(algebra, "decay_between", decay)
 

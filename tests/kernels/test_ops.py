@@ -88,8 +88,16 @@ def test_a_compiled_step_equals_an_eager_one(paged: bool) -> None:
         assert torch.equal(getattr(compiled.pools["triton"].cursor, name), counter), name
 
 
-def test_checkpoints_beyond_their_format_are_clamped_and_counted() -> None:
-    """A flush between steps saturates as the torch back end does."""
+@pytest.mark.parametrize(
+    "fused",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.xfail(reason="verify_kernel rounds its checkpoint without clamping")),
+    ],
+    ids=["between steps", "in a step"],
+)
+def test_checkpoints_beyond_their_format_are_clamped_and_counted(fused: bool) -> None:
+    """A flush saturates as the torch back end does."""
     twins = Twins(Case("mamba2", checkpoint_format="fp16", rows=(0, 3), window=3))
     for pool in twins.pools.values():
         step = flow.open_step(pool, [0, 3], 1)
@@ -101,7 +109,12 @@ def test_checkpoints_beyond_their_format_are_clamped_and_counted() -> None:
         ring["ring.dt"].fill_(3.0)
         ring["ring.x"][..., :3] = -200.0
         ring["ring.x"][..., 5:] = 1.0
-        flow.flush(pool, [0, 3])
+        if fused:
+            step = flow.open_step(pool, [0, 3], 1, forced=True)
+            flow.verify(pool, 0, step, twins._draw(1)[0])
+            flow.close_step(pool, step)
+        else:
+            flow.flush(pool, [0, 3])
     ours, theirs = (twins.pools[name] for name in ("triton", "torch"))
     assert torch.equal(ours.cursor.saturated, theirs.cursor.saturated) and int(ours.cursor.saturated.sum()) > 0
     assert torch.equal(ours.layers[0].tensors["checkpoint"][[0, 3]], theirs.layers[0].tensors["checkpoint"][[0, 3]])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from replayssm import ReplayConfig
 from replayssm.bench.timing import WallTimer
-from replayssm.kernels import tune, tuned
+from replayssm.kernels import tune, tune_cli, tuned
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry, get
 from replayssm.state.layout import StateLayout
@@ -103,5 +103,5 @@ def test_the_tuner_times_only_what_is_right(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_the_command_needs_a_gpu() -> None:
-    result = CliRunner().invoke(tune.app, ["qwen3.5-122b-a10b"])
+    result = CliRunner().invoke(tune_cli.app, ["qwen3.5-122b-a10b"])
     assert result.exit_code == 2 and "tune needs a CUDA GPU" in result.output

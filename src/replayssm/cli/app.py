@@ -11,6 +11,7 @@ import typer
 from replayssm import __version__
 from replayssm.bench.cli import app as bench
 from replayssm.cli.errors import clear_errors
+from replayssm.kernels.tune_cli import tune
 from replayssm.models import DEFAULT
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench, name="bench")
+app.command()(tune)
 
 
 class Device(StrEnum):

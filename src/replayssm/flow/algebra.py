@@ -21,8 +21,8 @@ def path_sums(log_decay: Tensor) -> Tensor:
     return log_decay.double().cumsum(1)
 
 
-def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(G_t - G_j) [B, T, R, H, C] where token t sees record j, else 0.
+def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor) -> Tensor:
+    """exp(G_t - G_j) [B, T, R, H, C] in fp64 where token t sees record j, else 0.
 
     The exponent is masked, not the product: beyond the path it is positive and may overflow.
 
@@ -30,10 +30,9 @@ def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor, dtype: torch.
         later: path sums of the tokens [B, T, H, C], fp64.
         earlier: path sums of the records [B, R, H, C], fp64.
         reaches: bool [T, R], or [B, T, R].
-        dtype: of the result.
     """
     exponent = later.unsqueeze(2) - earlier.unsqueeze(1)
-    return torch.where(reaches[..., None, None], exponent, -torch.inf).to(dtype).exp()
+    return torch.where(reaches[..., None, None], exponent, -torch.inf).exp()
 
 
 def products(probe: Tensor, key: Tensor, decay: Tensor, geometry: Geometry) -> Tensor:

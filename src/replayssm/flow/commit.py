@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.flow.backend import kernels_of
-from replayssm.flow.step import batch_of, per_row
+from replayssm.flow.step import batch_of, on_device, per_row
 from replayssm.state.cursor import commit as advance
 from replayssm.state.pool import StatePool
 from replayssm.state.rows import host_visible
@@ -36,7 +36,7 @@ def commit(pool: StatePool, slots: Sequence[int] | Tensor, accepted: int | Seque
         return
     live, at, cursor = index != PAD_SLOT, index.clamp(min=0), pool.cursor
     pending = torch.where(live, cursor.pending[at], 0)
-    kept = torch.minimum(torch.as_tensor(count, device=pool.device).clamp(min=0), pending)
+    kept = torch.minimum(on_device(pool, count).clamp(min=0), pending)
     length, position = advance(cursor.length[at], cursor.position[at], kept)
     cursor.length.index_add_(0, at, length - cursor.length[at])
     cursor.position.index_add_(0, at, position - cursor.position[at])

@@ -52,7 +52,8 @@ def folded_state(layer: LayerState, slots: Tensor, rows: Tensor, mask: Tensor, e
     """
     recurrence, geometry = layer.layout.recurrence, layer.layout.geometry
     state = torch.where(empty[:, None, None, None], 0, layer.state(slots, "checkpoint"))
-    record = take_ring(layer, slots, rows, mask)
+    # in fp64, as the fold itself: what the ring holds exactly then enters the state with the fold's one rounding
+    record = {name: x.double() for name, x in take_ring(layer, slots, rows, mask).items()}
     key, log_decay = recurrence.key(record), recurrence.decay_channels(record, layer.params)
     if not recurrence.delta_rule:
         u = recurrence.write(record)
@@ -63,7 +64,7 @@ def folded_state(layer: LayerState, slots: Tensor, rows: Tensor, mask: Tensor, e
         sums = algebra.path_sums(log_decay)
         size = key.shape[1]
         reaches = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-        overlap = algebra.products(key, key, algebra.decay_between(sums, sums, reaches, state.dtype), geometry)
-        answered = algebra.read_state(state, key, sums.to(state.dtype).exp(), geometry)
+        overlap = algebra.products(key, key, algebra.decay_between(sums, sums, reaches), geometry)
+        answered = algebra.read_state(state.double(), key, sums.exp(), geometry)
         u = algebra.solve(recurrence.rate(record), recurrence.target(record) - answered, overlap)
     return algebra.fold(state, key, u, log_decay, geometry)

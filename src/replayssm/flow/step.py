@@ -137,6 +137,11 @@ def batch_of(pool: StatePool, slots: Sequence[int] | Tensor) -> Tensor:
     return slots.long()
 
 
+def on_device(pool: StatePool, value: int | bool | Tensor) -> Tensor:
+    """`value` as a tensor of the pool's device. A number is filled in there: copies from the host break graphs."""
+    return value if isinstance(value, Tensor) else torch.full((), value, device=pool.device)
+
+
 def per_row(
     pool: StatePool, value: int | Sequence[int] | Tensor, rows: int, name: str, limits: tuple[int, int] | None = None
 ) -> int | Tensor:
@@ -192,7 +197,7 @@ def open_step(
         raise ValueError(f"a step has at most verify_len = {limit} tokens per row, got {width}; raise verify_len")
     counts = per_row(pool, tokens, rows, "tokens", (0, width))
     if is_prompt:  # a row without prompt tokens is left alone like padding: it has no state to take its ring's place
-        index = torch.where(torch.as_tensor(counts, device=pool.device) > 0, index, PAD_SLOT)
+        index = torch.where(on_device(pool, counts) > 0, index, PAD_SLOT)
     in_force = config.window if window is None else per_row(pool, window, rows, "window in force", (1, config.window))
     must: bool | Tensor
     if isinstance(forced, bool):
@@ -214,10 +219,10 @@ def plan_rows(
 ) -> Tensor:
     """The plan of a step, int64 [B, columns]; arguments as in `open_step`, checked."""
     live, at, cursor = slots != PAD_SLOT, slots.clamp(min=0), pool.cursor
-    counts = torch.where(live, torch.as_tensor(tokens, device=pool.device).clamp(0, width), 0)
+    counts = torch.where(live, on_device(pool, tokens).clamp(0, width), 0)
     start, length, position = (torch.where(live, c[at], 0) for c in (cursor.start, cursor.length, cursor.position))
-    in_force = torch.minimum(cursor.window[at], torch.as_tensor(window, device=pool.device))
-    is_due = live & torch.as_tensor(arithmetic.due(length, counts, in_force, forced))
+    in_force = torch.minimum(cursor.window[at], on_device(pool, window))
+    is_due = live & arithmetic.due(length, counts, in_force, forced)
     new_start, history = arithmetic.settle(start, length, is_due, pool.ring_rows)
     folded = length - history
     folds = folded > 0

@@ -100,20 +100,21 @@ def window_outputs(
     sums = algebra.path_sums(decays)
     later = sums[:, past:]
     reaches = torch.ones(width, past + width, dtype=torch.bool, device=key.device).tril(past)
-    decay = algebra.decay_between(later, sums, reaches, dtype)
+    decay = algebra.decay_between(later, sums, reaches)
     whole = later.to(dtype).exp()
 
     if recurrence.delta_rule:
-        overlap = algebra.products(key, keys, decay, geometry)
-        error = recurrence.target(record) - algebra.read_state(state, key, whole, geometry)
+        # in fp64: with nearly equal keys the corrections cancel each other, and rounded products of keys would add up
+        overlap = algebra.products(key.double(), keys.double(), decay, geometry)
+        error = recurrence.target(record) - algebra.read_state(state, key, whole, geometry).double()
         if earlier_u:
-            error = error - torch.einsum("btrh,brhp->bthp", overlap[:, :, :past], earlier_u[0])
-        u = algebra.solve(recurrence.rate(record), error, overlap[:, :, past:])
+            error = error - torch.einsum("btrh,brhp->bthp", overlap[:, :, :past], earlier_u[0].double())
+        u = algebra.solve(recurrence.rate(record).double(), error, overlap[:, :, past:]).to(dtype)
     else:
         u = recurrence.write(record)
 
     query = recurrence.query(inputs, params)
-    weights = algebra.products(query, keys, decay, geometry)
+    weights = algebra.products(query, keys, decay.to(dtype), geometry)
     y = algebra.read_state(state, query, whole, geometry)
     y = y + torch.einsum("btrh,brhp->bthp", weights, torch.cat([*earlier_u, u], 1))
     bypass = recurrence.skip(inputs, params)

@@ -10,23 +10,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor
 
 from replayssm import flow
-from replayssm.bench.geometries import find
-from replayssm.bench.rows import Conditions
 from replayssm.bench.timing import Timer, rotation, rotation_layers, timer_for
-from replayssm.config import ReplayConfig
 from replayssm.kernels.launch import Choice, Tile, launch_verify
-from replayssm.kernels.tuned import Measured, Shape, heuristic, path_of, save
+from replayssm.kernels.tuned import Measured, Shape, heuristic
 from replayssm.state import cursor
 from replayssm.state.layout import StateLayout
 from replayssm.state.plan import COLUMNS
@@ -36,8 +29,6 @@ STATE_LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Allowed difference from the torch back end: a single tf32 product (1e-3) must not pass for fp32."""
 
 CHECKED_ROWS = (3, -1, 0, 4, 1)
-
-app = typer.Typer(add_completion=False)
 
 
 def tune(
@@ -128,7 +119,7 @@ def _fits(layout: StateLayout, tile: Tile) -> bool:
 def _check_all(
     layout: StateLayout, tokens: int, candidates: Sequence[Choice], device: torch.device, workers: int
 ) -> list[float | str]:
-    """What `check` says of each candidate, or why it could not. Other processes leave their kernels in Triton's cache."""
+    """What `check` says of each candidate, or why it could not. Other processes leave kernels in Triton's cache."""
     if workers == 1:
         return [_attempt(layout, tokens, choice, device) for choice in candidates]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -236,43 +227,3 @@ class _Bench:
             values |= {"start": new_start, "position": 10_000}
             rows.append([values[name] for name in COLUMNS])
         return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-@app.command()
-def tune_command(
-    geometry: Annotated[list[str], typer.Argument(help="Models whose layers to tune, as in `bench kernels`.")],
-    batch: Annotated[list[int] | None, typer.Option("--batch", "-b", help="Rows; may be repeated.")] = None,
-    verify_len: Annotated[
-        list[int] | None, typer.Option("--verify-len", help="Tokens per step; may be repeated.")
-    ] = None,
-    window: Annotated[int, typer.Option(help="Window in force.")] = 16,
-    checkpoint_format: Annotated[list[str] | None, typer.Option("--format", help="Checkpoint format.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile and check candidates.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="The table; that of this GPU in the package by default.")] = None,
-) -> None:
-    """Find the fastest kernel launches for this machine's GPU, and write them to its table."""
-    if not torch.cuda.is_available():
-        typer.echo("Error: tune needs a CUDA GPU, and torch sees none on this machine", err=True)
-        raise typer.Exit(2)
-    device = torch.device("cuda")
-    target = path_of(torch.cuda.get_device_name(device)) if out is None else out
-    conditions: dict[str, Any] = vars(Conditions.collect(device))
-    try:
-        models = [find(name) for name in geometry]
-        layouts = [
-            StateLayout(
-                model.replayed,
-                replace(model.geometry, conv_channels=0),
-                ReplayConfig(window, tokens, form),
-                torch.bfloat16,
-            )
-            for model, form, tokens in product(models, checkpoint_format or ["fp32"], verify_len or [1])
-        ]
-    except ValueError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
-    for layout in layouts:
-        typer.echo(f"{layout.recurrence.title} {layout.geometry} {layout.config.checkpoint_format}")
-        rows = tune(layout, batch or [1, 8, 64, 256], layout.config.verify_len, device, workers=jobs, log=typer.echo)
-        save(target, tuple(rows), conditions)
-    typer.echo(f"written to {target}")

@@ -1,0 +1,211 @@
+"""On a GPU: conformance at slices of real layers, and what only a device shows. `pytest -m gpu tests/kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from replayssm import ReplayConfig, flow
+from replayssm.kernels.launch import Choice, Tile
+from replayssm.kernels.tuned import choose
+from replayssm.recurrences import Geometry, get
+from replayssm.recurrences.base import Recurrence
+from replayssm.state.layout import StateLayout
+from replayssm.state.pool import StatePool
+
+from .harness import Case, run, tiles
+
+pytestmark = pytest.mark.gpu
+
+SLICES = {
+    "mamba2": [Geometry(32, 2, 128, 64), Geometry(24, 2, 128, 80), Geometry(8, 2, 256, 128), Geometry(32, 1, 128, 64)],
+    "gdn": [Geometry(16, 4, 128, 128), Geometry(8, 2, 64, 96)],
+    "kda": [Geometry(8, 8, 128, 128)],
+}
+ROWS = (3, -1, 0, 4, 1, -1)
+CHOICES = {
+    "step and flush": Choice(Tile(32, 4, 1), Tile(16, 4, 2)),
+    "pipelined": Choice(Tile(32, 4, 1, 1, 2), Tile(16, 1, 2)),
+}
+
+
+def cases() -> list[Case]:
+    found = []
+    for name, geometries in SLICES.items():
+        for geometry in geometries:
+            base = Case(name, geometry, window=16, rows=ROWS, steps=40)
+            group = geometry.heads // geometry.key_heads
+            layout = base.layout
+            choices = [choose(layout, 1, 1), choose(layout, 4096, 1)]
+            choices += [c for c in CHOICES.values() if group % c.step.heads == 0 and group % c.flush.heads == 0]
+            found += [replace(base, choice=choice) for choice in dict.fromkeys(choices)]
+            found += [
+                replace(base, verify_len=4, choice=choose(layout, 1, 4)),
+                replace(base, verify_len=4, choice=choose(layout, 4096, 4), paged=True),
+                replace(base, verify_len=8, choice=choose(layout, 4096, 8)),
+                replace(base, window=5, model_dtype="fp16", checkpoint_format="fp16"),
+                replace(base, window=1, checkpoint_format="bf16", paged=True),
+                replace(base, window=64, model_dtype="fp32", choice=choose(layout, 1, 1)),
+            ]
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(cases()) if torch.cuda.is_available() else 0))
+def test_kernels_agree_with_torch(number: int) -> None:
+    case = cases()[number]
+    print(case, case.choice)
+    run(case)
+
+
+def pool_of(name: str, slots: int, config: ReplayConfig, seed: int = 0, geometry: Geometry | None = None) -> StatePool:
+    """A pool on the device with random states, as after a prompt."""
+    recurrence, geometry = get(name), geometry or SLICES[name][0]
+    generator = torch.Generator().manual_seed(seed)
+    _, params = recurrence.draw(geometry, (1,), generator)
+    pool = StatePool.allocate(
+        recurrence, geometry, config, slots=slots, model_dtype=torch.bfloat16, device="cuda", params=[params]
+    )
+    assert pool.backend == "triton"
+    slots_taken = [pool.acquire() for _ in range(slots)]
+    state = torch.randn(slots, *geometry.state_shape, generator=generator).cuda()
+    with flow.prompt(pool, slots_taken, 1, width=1) as step:
+        flow.load(pool, 0, step, state)
+    return pool
+
+
+def draw(layout: StateLayout, rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    inputs, _ = layout.recurrence.draw(layout.geometry, (rows, tokens), torch.Generator().manual_seed(seed))
+    return {f.name: inputs[f.name].to(layout.dtype_of(f)).cuda() for f in layout.recurrence.inputs}
+
+
+def snapshot(pool: StatePool) -> list[torch.Tensor]:
+    counters = [counter for _, counter in pool.cursor.items()]
+    return [t.clone() for t in (*pool.layers[0].tensors.values(), *counters, pool.counts)]
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_graph_replay_equals_eager(name: str, tokens: int) -> None:
+    """A captured step decides for itself which rows flush: nothing in it depends on the host."""
+    config, rows = ReplayConfig(window=6, verify_len=tokens), 6
+    eager, captured = pool_of(name, rows, config), pool_of(name, rows, config)
+    slots = torch.tensor([3, 0, 5, -1, 1, 2], device="cuda")
+    accepted = torch.tensor([1, tokens, 1, 0, tokens, 1], device="cuda")
+    layout = eager.layers[0].layout
+    static = draw(layout, rows, tokens, 0)
+
+    def step(pool: StatePool) -> torch.Tensor:
+        opened = flow.open_step(pool, slots, tokens)
+        y = flow.verify(pool, 0, opened, static)
+        flow.close_step(pool, opened)
+        flow.commit(pool, slots, accepted)
+        return y
+
+    step(eager)
+    step(captured)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    for number in range(25):
+        for field, x in draw(layout, rows, tokens, number + 1).items():
+            static[field].copy_(x)
+        graph.replay()
+        assert torch.equal(out, step(eager))
+    for ours, theirs in zip(snapshot(captured), snapshot(eager), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_thousand_launches_agree_bit_for_bit(name: str, batch: int) -> None:
+    """Races would show as different bits."""
+    pool = pool_of(name, batch, ReplayConfig(window=4, verify_len=2))
+    layout, slots = pool.layers[0].layout, torch.arange(batch, device="cuda")
+    for number in range(2):
+        inputs = draw(layout, batch, 2, number)
+        opened = flow.open_step(pool, slots, 2)
+        flow.verify(pool, 0, opened, inputs)
+        flow.close_step(pool, opened)
+        flow.commit(pool, slots, 2)
+    inputs = draw(layout, batch, 2, 9)
+    forced = torch.arange(batch, device="cuda") % 2 == 0
+    opened = flow.open_step(pool, slots, 2, window=4, forced=forced)
+    before = {name: tensor.clone() for name, tensor in pool.layers[0].tensors.items()}
+    first = None
+    for _ in range(1000):
+        for field, tensor in pool.layers[0].tensors.items():
+            tensor.copy_(before[field])
+        found = [flow.verify(pool, 0, opened, inputs), *(t.clone() for t in pool.layers[0].tensors.values())]
+        if first is None:
+            first = found
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("slow", [False, True], ids=["drawn decay", "slow decay"])
+def test_the_state_stays_exact(name: str, slow: bool) -> None:
+    """Relative Frobenius error against fp64 after 4,096 tokens at window 16 (docs/numerics.md)."""
+    geometry = Geometry(4, 4 if name == "kda" else 2, 128, 64)
+    pool = pool_of(name, 2, ReplayConfig(window=16), geometry=geometry)
+    layout, slots = pool.layers[0].layout, torch.arange(2, device="cuda")
+    recurrence: Recurrence = layout.recurrence
+    params = {field: x.double() for field, x in pool.layers[0].params.items()}
+    exact = flow.materialize(pool, 0, [0, 1]).double()
+    length = 512
+    for part in range(4096 // length):
+        inputs = draw(layout, 2, length, part)
+        if slow:
+            decay = inputs["dt" if name == "mamba2" else "log_decay"]
+            decay.mul_(1e-3)
+        for t in range(length):
+            opened = flow.open_step(pool, slots, 1)
+            flow.verify(pool, 0, opened, {field: x[:, t : t + 1] for field, x in inputs.items()})
+            flow.close_step(pool, opened)
+            flow.commit(pool, slots, 1)
+        for row in range(2):
+            chosen = {field: x[row].double() for field, x in inputs.items()}
+            exact[row] = recurrence.recurrent(chosen, params, exact[row], geometry)[1]
+    ours = flow.materialize(pool, 0, [0, 1]).double()
+    error = float((ours - exact).norm() / exact.norm())
+    assert error <= 1e-6, f"{error:.1e}"
+
+
+def test_row_order_and_padding_change_no_bit() -> None:
+    config = ReplayConfig(window=4)
+    first, second = pool_of("gdn", 6, config), pool_of("gdn", 6, config)
+    layout = first.layers[0].layout
+    orders = ([0, 1, 2, 3], [3, -1, 1, 0, 2])
+    with tiles(Choice(Tile(16, 1, 2))):
+        for number in range(9):
+            inputs = draw(layout, 4, 1, number)
+            outputs = []
+            for pool, order in zip((first, second), orders, strict=True):
+                with flow.step(pool, order) as step:
+                    given = {field: x[[max(slot, 0) for slot in order]] for field, x in inputs.items()}
+                    y = flow.verify(pool, 0, step, given)
+                flow.commit(pool, order, [int(slot >= 0) for slot in order])
+                outputs.append(torch.stack([y[order.index(slot)] for slot in range(4)]))
+            assert torch.equal(*outputs)
+
+
+def test_compiled_by_inductor_equals_eager() -> None:
+    config = ReplayConfig(window=3)
+    eager, compiled = pool_of("mamba2", 4, config), pool_of("mamba2", 4, config)
+    slots, layout = torch.arange(4, device="cuda"), eager.layers[0].layout
+
+    def step(pool: StatePool, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        opened = flow.open_step(pool, slots, 1)
+        y = flow.verify(pool, 0, opened, inputs)
+        flow.close_step(pool, opened)
+        flow.commit(pool, slots, 1)
+        return 2 * y
+
+    fast = torch.compile(lambda inputs: step(compiled, inputs), fullgraph=True)
+    for number in range(7):
+        inputs = draw(layout, 4, 1, number)
+        assert torch.equal(fast(inputs), step(eager, inputs))
+    for ours, theirs in zip(snapshot(compiled), snapshot(eager), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
