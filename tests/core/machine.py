@@ -105,6 +105,7 @@ class Machine(RuleBasedStateMachine):
 
     recurrence = "mamba2"
     mode = "exact"
+    verbs = 0  # rules that this example has run
 
     # ---- set-up
 
@@ -443,6 +444,7 @@ class Machine(RuleBasedStateMachine):
         """Cursors as predicted; the logical state of every slot as the oracle's."""
         if not hasattr(self, "pool"):
             return
+        self.verbs += 1
         cursor, usable = self.pool.cursor, self.usable()
         assert self.pool.slots.live == set(self.live)
         for slot in usable:

@@ -1,4 +1,4 @@
-"""Storage formats at their edges: zero, -0, subnormals, ties, values out of range, NaN (fault 27 for what exists now)."""
+"""Storage formats at their edges: zero, -0, subnormals, ties, values out of range, NaN (fault 27)."""
 
 from __future__ import annotations
 
