@@ -30,10 +30,11 @@ from hypothesis.stateful import run_state_machine_as_test
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-import replayssm  # noqa: E402
 from tests.core.machine import MODES, machine_for  # noqa: E402
 from tests.core.setups import RECURRENCES  # noqa: E402
 from tests.core.test_invariants import SHARE  # noqa: E402
+
+import replayssm  # noqa: E402
 
 PART = 100  # examples that a process takes at a time
 STEPS = 30
