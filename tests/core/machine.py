@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -227,6 +227,21 @@ class Machine(RuleBasedStateMachine):
         assert slot in free
         sequence = self.live.pop(src)
         self.adopt(slot, sequence)
+
+    @_has_usable
+    @rule(picks=st.lists(st.integers(0, 4), min_size=5, max_size=5))
+    def gather(self, picks: list[int]) -> None:
+        """Go on in a new pool whose slots continue slots of this one, repeated, reordered or dropped."""
+        usable = self.usable()
+        index = [usable[pick % len(usable)] for pick in picks[: self.setup.slots]]
+        with self.untouched():
+            pool = self.pool.gather(torch.tensor(index))
+        self.pool, self.setup = pool, replace(self.setup, paged=False)
+        live = {slot: self.live[src].copy() for slot, src in enumerate(index)}
+        for slot, src in enumerate(index):
+            live[slot].pending = list(self.live[src].pending)
+        self.live, self.broken = live, set()
+        self.poison()
 
     @_has_usable
     @rule(number=st.integers(0, 4), preempt=st.booleans())

@@ -68,6 +68,24 @@ def run(
         return [flow.verify(pool, layer, step, model.inputs(layer, tokens)) for layer in range(len(pool.layers))]
 
 
+# ---- 1
+
+
+@pytest.mark.parametrize("checkpoint", ["fp64", "fp32"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_1_prompts_longer_than_a_chunk(recurrence: str, checkpoint: str) -> None:
+    """Rows that end inside, at and behind the borders of the scan's chunks of 64, then the next chunk of the prompt."""
+    machine = script(recurrence, checkpoint=checkpoint)
+    for _ in range(4):
+        machine.acquire(choice=None)
+    for tokens in ((150, 64, 65, 3), (1, 128, 63, 0)):
+        machine.prompt([Row(pick, tokens=count) for pick, count in enumerate(tokens)], loaded=False)
+        machine.check()
+        machine.run_step([Row(pick, tokens=3) for pick in range(4)])
+        machine.run_commit([Row(pick, accept=2) for pick in range(4)])
+        machine.check()
+
+
 # ---- 1 and 4, on the path that a device takes
 
 
@@ -128,6 +146,28 @@ def test_3_a_flush_keeps_the_logical_state(recurrence: str, checkpoint: str, rea
     rounded = [x.to(pool.layers[0].layout.checkpoint_format.dtype).to(x.dtype) for x in before]
     for want, got in zip(rounded, after, strict=True):
         assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_outputs_go_where_they_are_wanted(dtype: torch.dtype) -> None:
+    """Into a slice of a caller's buffer, in its dtype; padding is zero there too and the rest is left alone."""
+    model = Model(Setup("gdn", ReplayConfig(window=4, verify_len=3), geometry_for("gdn"), seed=1))
+    pool, other = model.pool(), model.pool()
+    slots = [pool.acquire(), PAD_SLOT]
+    other.acquire(slots[0])
+    tokens = grid([[0, 1], []], 3)
+    (want, *_) = run(other, model, slots, [[0, 1], []], width=3)
+    buffer = torch.full((2, 5, 2, 2), 7.0, dtype=dtype)
+    with flow.step(pool, slots, [2, 0], width=3) as step:
+        got = flow.verify(pool, 0, step, model.inputs(0, tokens), out=buffer[:, 1:4])
+        assert got.data_ptr() == buffer[:, 1:4].data_ptr()
+        flow.verify(pool, 1, step, model.inputs(1, tokens))
+    assert torch.equal(buffer[:, 1:4], want.to(dtype))
+    assert bool((buffer[:, [0, 4]] == 7).all())
+    refused = (buffer[:, :3].transpose(2, 3), "contiguous within a token"), (buffer[:, :2], "out must be floating")
+    for wrong, message in refused:
+        with pytest.raises(ValueError, match=message):
+            flow.verify(pool, 0, step, model.inputs(0, tokens), out=wrong)
 
 
 # ---- 6

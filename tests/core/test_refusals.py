@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 
 import pytest
@@ -216,6 +217,31 @@ def test_snapshots() -> None:
         lambda: restore(narrow.pool, data), "3 records in its ring and this pool's window is 2", SnapshotError
     )
     assert restore(pool, data) != small.slot
+
+
+def test_any_damage_to_a_snapshot_is_refused() -> None:
+    """Every header byte and a sample of the rest, one bit at a time; every key renamed; other JSON; random bytes."""
+    small = Small()
+    data = snapshot(small.pool, small.slot)
+    size = int.from_bytes(data[:8], "little")
+    chooser = random.Random(0)
+
+    def refused(damaged: bytes) -> None:
+        small.refuses(lambda: restore(small.pool, damaged), "snapshot", SnapshotError)
+
+    for at in (*range(8 + size), *range(8 + size, len(data), 41)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << chooser.randrange(8)
+        refused(bytes(flipped))
+    header = json.loads(data[8 : 8 + size])
+    for key in header:
+        renamed = json.dumps({key.upper() if k == key else k: v for k, v in header.items()}).encode()
+        refused(len(renamed).to_bytes(8, "little") + renamed + data[8 + size :])
+    for text in (b"[]", b"null", b"3", b'"replayssm-snapshot"', b'{"format": "replayssm-snapshot"}'):
+        refused(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    for length in range(0, 400, 7):
+        refused(chooser.randbytes(length))
+    assert restore(small.pool, data) != small.slot
 
 
 def test_a_failed_step_breaks_its_slots_until_reset() -> None:

@@ -1,4 +1,8 @@
-"""The tests can fail: faults of many kinds are put in, one at a time, and the state machine must go red."""
+"""The tests can fail: faults of many kinds are put in, one at a time, and the state machine must go red.
+
+A ring with one row fewer is not among them: this back end reads a flush's records before it writes the step's tokens.
+Kernels do both in one launch, and `test_cursor.py` holds the rows to be disjoint.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from replayssm.flow import algebra
 from replayssm.flow.step import Step
 from replayssm.recurrences.delta import DeltaRule
 from replayssm.state import cursor
-from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState, StatePool
 
 from .machine import Machine, Row, machine_for
@@ -155,11 +158,6 @@ def corrupt_a_written_row(patch: Patch) -> None:
     patch.setattr(verify, "put_rows", put_rows)
 
 
-def one_ring_row_too_few(patch: Patch) -> None:
-    patch.setattr(StateLayout, "ring_rows", property(lambda self: self.config.window + self.config.verify_len - 1))
-    patch.setattr(Machine, "check_ring_fits", lambda *_: None)  # find it by its effect
-
-
 def flush_when_full(patch: Patch) -> None:
     patch.setattr(cursor, "due", lambda length, tokens, window, forced=False: forced | (length >= window))
     patch.setattr(Machine, "check_ring_fits", lambda *_: None)
@@ -269,7 +267,6 @@ FAULTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (count_one_too_few, "mamba2", "exact"),
     (corrupt_a_written_row, "mamba2", "exact"),
     (corrupt_a_written_row, "kda", "exact"),
-    (one_ring_row_too_few, "gdn", "exact"),
     (flush_when_full, "mamba2", "exact"),
     (read_beyond_length, "gdn", "exact"),
     (flush_folds_the_whole_window, "mamba2", "exact"),

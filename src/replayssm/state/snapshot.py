@@ -136,15 +136,16 @@ def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         header = json.loads(data[8 : 8 + size])
         if header["format"] != "replayssm-snapshot":
             raise ValueError
+        version, checksum = header["version"], header["sha256"]
     except (ValueError, KeyError, TypeError):
         raise SnapshotError("these bytes are no ReplaySSM snapshot, or their header is damaged") from None
-    if header["version"] != FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise SnapshotError(
-            f"the snapshot has format version {header['version']}, this library reads version {FORMAT_VERSION}; "
+            f"the snapshot has format version {version}, this library reads version {FORMAT_VERSION}; "
             "use the library that wrote it"
         )
     payload = data[8 + size :]
-    if hashlib.sha256(payload + _canonical(header)).hexdigest() != header["sha256"]:
+    if hashlib.sha256(payload + _canonical(header)).hexdigest() != checksum:
         raise SnapshotError("the snapshot is damaged: its checksum does not match")
     try:
         return header, load_safetensors(payload)
