@@ -52,6 +52,7 @@ class Counts:
     tokens: int = 0
     flushes: int = 0
     folded_records: int = 0
+    clamped: int = 0  # examples that end with a slot in which elements were clamped
     failures: list[str] = field(default_factory=list)
 
 
@@ -72,6 +73,7 @@ def run_part(job: tuple[str, str, int, int]) -> Counts:
         counts.tokens += tally.new_records
         counts.flushes += tally.flushes
         counts.folded_records += tally.folded_records
+        counts.clamped += bool(machine.pool.cursor.saturated.any())
 
     machine = hypothesis.seed(seed)(type(base.__name__, (base,), {"teardown": teardown}))
     options = settings(
@@ -86,7 +88,8 @@ def run_part(job: tuple[str, str, int, int]) -> Counts:
     try:
         run_state_machine_as_test(machine, settings=options)
     except (AssertionError, ValueError, RuntimeError, IndexError, TypeError, BaseExceptionGroup) as error:
-        counts.failures.append("\n".join([repr(error), *getattr(error, "__notes__", [])]))
+        found = error.exceptions if isinstance(error, BaseExceptionGroup) else [error]
+        counts.failures += ["\n".join([repr(e), *getattr(e, "__notes__", [])]) for e in found]
     return counts
 
 
@@ -124,7 +127,7 @@ def main() -> int:
         for number, counts in enumerate(pool.imap_unordered(run_part, jobs), 1):
             key = (counts.recurrence, counts.mode)
             into = merged.setdefault(key, Counts(*key))
-            for name in ("examples", "verbs", "row_steps", "tokens", "flushes", "folded_records"):
+            for name in ("examples", "verbs", "row_steps", "tokens", "flushes", "folded_records", "clamped"):
                 setattr(into, name, getattr(into, name) + getattr(counts, name))
             into.failures += counts.failures
             done = sum(c.examples for c in merged.values())

@@ -86,17 +86,25 @@ def test_checkpoint_and_read_copy_in_fewer_bits(family: str) -> None:
     assert difference["bf16 checkpoint"] > 1e-5
 
 
-def test_a_clamped_checkpoint_warns() -> None:
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        ({"checkpoint_format": "fp16"}, "checkpoint elements were clamped"),
+        ({"read_format": "fp16"}, r"read copy \(fp16\) were clamped"),
+    ],
+    ids=["checkpoint", "read copy"],
+)
+def test_a_clamped_state_warns(formats: dict[str, str], message: str) -> None:
     """When the cache is gone, at the next sign of life of the model."""
     model = built("qwen3_5")
-    with attached(model, window=1, checkpoint_format="fp16") as handle:
+    with attached(model, window=1, **formats) as handle:
         held = new_cache(model)
         forward(model, prompt(5), held)
         pool = sequences_of(held).pool
         beyond = torch.full((1, *pool.layers[0].layout.geometry.state_shape), 1e6)
         pool.layers[0].store(torch.tensor([0]), beyond, torch.tensor([True]), pool.cursor)
         del held, pool
-        with pytest.warns(SaturationWarning, match="checkpoint elements were clamped"):
+        with pytest.warns(SaturationWarning, match=message):
             handle.traffic()
 
 

@@ -5,12 +5,14 @@ demands that whatever the verb must not touch keeps its bits; after it, all memo
 NaN again, so that a read of a stale row turns outputs and states to NaN.
 
 Modes, by what the checkpoint is kept in: "exact" (fp64, where faults stand out from rounding), "fp32", "read copy" (the
-state must stay exact, outputs follow the copy's precision) and "low precision" (one rounding per flush).
+state must stay exact, outputs follow the copy's precision) and "low precision" (one rounding per flush; values beyond
+the format's range are clamped and counted).
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,12 +27,12 @@ from torch import Tensor
 
 from replayssm import ReplayConfig, flow
 from replayssm.recurrences import get
-from replayssm.recurrences.base import tolerance
+from replayssm.state.pool import SaturationWarning
 from replayssm.state.slots import PAD_SLOT, SlotError
 from replayssm.state.snapshot import restore, snapshot
 
 from . import oracle
-from .setups import REGIMES, TOKENS, Model, Setup, bits, exact, geometry_for, grid
+from .setups import BEYOND_FP16, REGIMES, TOKENS, Model, Setup, bits, exact, geometry_for, grid
 
 MODES: dict[str, tuple[tuple[str, str | None], ...]] = {
     "exact": (("fp64", None),),
@@ -54,6 +56,7 @@ def setups(draw: st.DrawFn, recurrence: str, mode: str) -> Setup:
         carry_history=draw(st.booleans(), label="carry_history"),
         stagger=draw(st.booleans(), label="stagger"),
     )
+    regimes = (*REGIMES, BEYOND_FP16, BEYOND_FP16) if "fp16" in (checkpoint, read_copy) else REGIMES
     model_dtypes = ("fp64", "fp32", "bf16") if checkpoint == "fp64" else ("fp32", "bf16")
     return Setup(
         recurrence,
@@ -65,7 +68,7 @@ def setups(draw: st.DrawFn, recurrence: str, mode: str) -> Setup:
             conv_width=draw(st.sampled_from((4, 2)), label="conv_width"),
         ),
         model_dtype=draw(st.sampled_from(model_dtypes), label="model dtype"),
-        regime=draw(st.sampled_from(REGIMES), label="regime"),
+        regime=draw(st.sampled_from(regimes), label="regime"),
         paged=draw(st.booleans(), label="paged"),
         seed=draw(st.integers(0, 2**16), label="seed"),
     )
@@ -125,10 +128,6 @@ class Machine(RuleBasedStateMachine):
         self.saved: list[tuple[bytes, oracle.Sequence]] = []
         self.fresh = 0
         self.layers = range(setup.layers)
-        compute = self.pool.layers[0].layout.compute_dtype
-        self.tolerance = tolerance(compute)
-        # a decay that underflows is off by less than the smallest normal number, times what it multiplies (here < 1000)
-        self.floor = 1000 * torch.finfo(compute).tiny
         self.poison()
 
     # ---- choosing
@@ -181,8 +180,18 @@ class Machine(RuleBasedStateMachine):
     def release(self, number: int) -> None:
         slot = sorted(self.live)[number % len(self.live)]
         with self.untouched(except_slots=[slot]):
-            self.pool.release(slot)
+            self.give_back(slot)
         self.forget(slot)
+
+    def give_back(self, slot: int) -> None:
+        """Release, which warns exactly when elements were clamped."""
+        clamped = int(self.pool.cursor.saturated[slot])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.pool.release(slot)
+        messages = [str(w.message) for w in caught if issubclass(w.category, SaturationWarning)]
+        assert len(messages) == (clamped > 0)
+        assert all(f"slot {slot}: {clamped} " in message for message in messages)
 
     def adopt(self, slot: int, sequence: oracle.Sequence) -> None:
         """A verb has put `sequence` into `slot`; the phase of its first flush is the pool's own choice."""
@@ -251,7 +260,7 @@ class Machine(RuleBasedStateMachine):
             data = snapshot(self.pool, slot)
         self.saved = [*self.saved[-2:], (data, self.live[slot].copy())]
         if preempt:
-            self.pool.release(slot)
+            self.give_back(slot)
             self.forget(slot)
 
     @_has_free
@@ -306,9 +315,12 @@ class Machine(RuleBasedStateMachine):
             if new:  # a row without prompt tokens is left alone
                 sequence = self.live[slot]
                 sequence.pending = []
-                sequence.fold()
-                sequence.extend(new)
-                sequence.fold()
+                if loaded:
+                    sequence.load(new)
+                else:
+                    sequence.fold()
+                    sequence.extend(new)
+                    sequence.fold()
         self.poison()
 
     # ---- steps
@@ -449,7 +461,7 @@ class Machine(RuleBasedStateMachine):
         with self.untouched(except_slots=free):
             (slot,) = flow.materialize_into(self.pool, [src], [records], dst)
         other = sequence.copy(sequence.folded + records)
-        other.fold()
+        other.store()
         self.adopt(slot, other)
 
     # ---- checks
@@ -469,9 +481,10 @@ class Machine(RuleBasedStateMachine):
                 "position": len(sequence.tokens),
                 "pending": len(sequence.pending),
                 "window": sequence.window,
-                "saturated": 0,
             }
             assert {name: counters[name] for name in expected} == expected, f"cursor of slot {slot}"
+            least, most = sequence.clamped
+            assert least <= counters["saturated"] <= most, f"clamped elements of slot {slot}"
             assert 0 <= counters["start"] < self.pool.ring_rows
             assert counters["length"] <= self.config.window
         if not usable:
@@ -480,14 +493,6 @@ class Machine(RuleBasedStateMachine):
             for slot, state in zip(usable, flow.materialize(self.pool, layer, usable), strict=True):
                 self.check_state(layer, self.live[slot], len(self.live[slot].tokens), state)
 
-    def eps(self, path: np.ndarray) -> np.ndarray:
-        """Relative error of the arithmetic: the recurrence's tolerance, and that of fp64 sums along the path.
-
-        A running sum of R log decays is rounded at each addition, an error of up to R eps times the sum of their sizes;
-        a decay is exp of the difference of two such sums.
-        """
-        return self.tolerance + 2 * self.pool.ring_rows * np.finfo(np.float64).eps * path
-
     def check_ring_fits(self, slots: list[int], numbers: list[list[int]]) -> None:
         for slot, new in zip(slots, numbers, strict=True):
             if slot != PAD_SLOT:
@@ -495,8 +500,7 @@ class Machine(RuleBasedStateMachine):
 
     def check_state(self, layer: int, sequence: oracle.Sequence, tokens: int, state: Tensor) -> None:
         error = np.sqrt(np.square(exact(state) - sequence.state(layer, tokens)).sum((1, 2)))
-        bound = self.eps(sequence.path(layer)) * sequence.gross(layer, tokens) + sequence.drift_at(layer, tokens)
-        bound = bound + self.floor
+        bound = sequence.error(layer, tokens)
         assert (error <= bound).all(), f"layer {layer}: state after {tokens} tokens is off by {error}, allowed {bound}"
 
     def check_outputs(
@@ -509,18 +513,17 @@ class Machine(RuleBasedStateMachine):
             if not new:
                 continue
             sequence = self.live[slot]
+            if not through_read_copy:
+                # a prompt continues from the checkpoint, into which the ring was folded first
+                sequence = sequence.copy()
+                sequence.fold()
             gross, drift, path = sequence.gross(layer), sequence.drift_at(layer), sequence.path(layer)
             if through_read_copy:
                 drift = drift + sequence.read_at(layer)
-            else:
-                # a prompt continues from the checkpoint, into which the ring was folded first
-                rounded = sequence.copy()
-                rounded.fold()
-                drift = rounded.drift[layer]
             for t, want in enumerate(sequence.outputs(layer, new)):
                 gross, drift, path = want.kept * gross + want.added, want.kept * drift, path + want.path
                 error = np.sqrt(np.square(exact(got[t]) - want.y).sum(1))
-                bound = self.eps(path) * (gross * want.probe + want.bypass) + drift * want.probe + self.floor
+                bound = sequence.eps(path) * (gross * want.probe + want.bypass) + drift * want.probe + sequence.floor
                 assert (error <= bound).all(), f"layer {layer}, slot {slot}, token {t}: off by {error}, allowed {bound}"
 
     def run_conv(

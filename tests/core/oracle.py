@@ -11,7 +11,12 @@ that an implementation may have there, per head, so that a tolerance is computed
 * `drift` bounds what storing the checkpoint in a low-precision format has added. All three rules are contractions,
   |diag(d)| <= 1 and |I - beta k k^T| <= 1 for 0 <= beta <= 2 and |k| <= 1, so an error that enters at a flush is never
   larger later: it decays with d, and each flush adds one rounding of the state.
-* `read` bounds the rounding of the read copy. It reaches outputs and nothing else.
+* `read` bounds the rounding of the read copy, and what its range cuts off. It reaches outputs and nothing else.
+
+A checkpoint cannot hold values beyond the range [-L, L] of its format. They become +-L, are counted, and the sequence
+goes on from there: so does the oracle, whose state is clamped at every fold. No bound grows by this, because clamping
+never moves two states apart: |clamp(a) - clamp(b)| <= |a - b|. Only the number of clamped elements is uncertain, by
+those that lie within the error bound of L: `clamped` is a pair, the least and the most.
 
 Formulas, per head (N key dim, P value dim, S [N, P]):
 
@@ -24,19 +29,19 @@ Formulas, per head (N key dim, P value dim, S [N, P]):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 Array = np.ndarray
 Token = Mapping[str, Array]
 
-# Eps of the storage formats (spacing at 1) and their smallest subnormal.
+# Eps of the storage formats (spacing at 1), their smallest subnormal, and their largest value.
 STORAGE = {
-    "fp64": (2.0**-52, 0.0),
-    "fp32": (2.0**-23, 2.0**-149),
-    "fp16": (2.0**-10, 2.0**-24),
-    "bf16": (2.0**-7, 2.0**-133),
+    "fp64": (2.0**-52, 0.0, (2 - 2.0**-52) * 2.0**1023),
+    "fp32": (2.0**-23, 2.0**-149, (2 - 2.0**-23) * 2.0**127),
+    "fp16": (2.0**-10, 2.0**-24, (2 - 2.0**-10) * 2.0**15),
+    "bf16": (2.0**-7, 2.0**-133, (2 - 2.0**-7) * 2.0**127),
 }
 
 
@@ -124,6 +129,11 @@ class OracleLayer:
     tokens: Mapping[str, Array]  # name -> [number of tokens, ...]
     state_shape: tuple[int, int, int]
 
+    @property
+    def corrects(self) -> bool:
+        """Whether what a token writes depends on the state."""
+        return self.rule is not mamba2
+
     def token(self, number: int) -> Token:
         return {name: values[number] for name, values in self.tokens.items()}
 
@@ -146,13 +156,19 @@ class _Trace:
 class Sequence:
     """The tokens committed to one slot, what is pending, and how far the checkpoint has come.
 
-    `folded` counts the tokens in the checkpoint. It does not enter any exact state: it says when a low-precision
-    checkpoint is rounded, and how many records the ring must hold.
+    `folded` counts the tokens in the checkpoint. It enters no state that the checkpoint's format can hold: it says when
+    a low-precision checkpoint is rounded (and clamped), and how many records the ring must hold.
+
+    `tolerance`, `ring_rows` and `tiny` describe the arithmetic that is tested: its relative error, the records that it
+    sums up, and its smallest normal number.
     """
 
     layers: tuple[OracleLayer, ...]
     checkpoint: str
     read_copy: str | None
+    tolerance: float
+    ring_rows: int
+    tiny: float
     window: int = 0
     tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
@@ -166,6 +182,7 @@ class Sequence:
         ]
         self.drift = [np.zeros(h) for h in heads]
         self.read = [np.zeros(h) for h in heads]
+        self.clamped = (0, 0)
 
     @property
     def length(self) -> int:
@@ -174,11 +191,9 @@ class Sequence:
     def copy(self, tokens: int | None = None) -> Sequence:
         """The same sequence without what is pending, cut to its first `tokens`."""
         tokens = len(self.tokens) if tokens is None else tokens
-        other = Sequence(
-            self.layers, self.checkpoint, self.read_copy, self.window, self.tokens[:tokens], [], self.folded
-        )
+        other = replace(self, tokens=self.tokens[:tokens], pending=[])
         other.trace = [trace.copy(tokens) for trace in self.trace]
-        other.drift, other.read = list(self.drift), list(self.read)
+        other.drift, other.read, other.clamped = list(self.drift), list(self.read), self.clamped
         return other
 
     # ---- what the exact recurrence says
@@ -196,6 +211,23 @@ class Sequence:
         return found
 
     # ---- bounds, each [H]
+
+    def eps(self, path: Array) -> Array:
+        """Relative error of the arithmetic: the recurrence's tolerance, and that of fp64 sums along the path.
+
+        A running sum of R log decays is rounded at each addition, an error of up to R eps times the sum of their sizes;
+        a decay is exp of the difference of two such sums.
+        """
+        return self.tolerance + 2 * self.ring_rows * STORAGE["fp64"][0] * path
+
+    @property
+    def floor(self) -> float:
+        """A decay that underflows is off by less than `tiny`, times what it multiplies (here < 1e8)."""
+        return 1e8 * self.tiny
+
+    def error(self, layer: int, tokens: int | None = None) -> Array:
+        """Error that the state after the first `tokens` >= `folded` committed tokens may have."""
+        return self.eps(self.path(layer)) * self.gross(layer, tokens) + self.drift_at(layer, tokens) + self.floor
 
     def gross(self, layer: int, tokens: int | None = None) -> Array:
         return self.trace[layer].gross[len(self.tokens) if tokens is None else tokens]
@@ -229,26 +261,56 @@ class Sequence:
         self.tokens += numbers
 
     def fold(self) -> None:
-        """The checkpoint now holds every committed token, after one rounding."""
-        if not self.length:
-            return
+        """The records of the ring, if there are any, go into the checkpoint."""
+        if self.length:
+            self.store()
+
+    def store(self) -> None:
+        """The checkpoint now holds every committed token, clamped to its format's range and after one rounding."""
         tokens = len(self.tokens)
-        for layer in range(len(self.layers)):
-            drift = self.drift_at(layer, tokens)
-            size = _norm(self.state(layer), (1, 2)) + drift
-            if self.checkpoint in ("fp16", "bf16"):
+        for number, layer in enumerate(self.layers):
+            state, error, drift = self.state(number), self.error(number), self.drift_at(number, tokens)
+            self._count(self.checkpoint, state, error)
+            limit = STORAGE[self.checkpoint][2]
+            held = self.trace[number].states[-1] = np.clip(state, -limit, limit)
+            corrected = bool(self.pending) and layer.corrects
+            if corrected and (np.abs(state) + error[:, None, None] > limit).any():
+                # Rows that are pending may still be committed. The oracle corrects them against the clamped state, the
+                # ring holds them corrected against the state before. With e the error before the clamp, c what clamping
+                # takes from the exact state and c' what it takes from the tested one, |c'| <= |c| + |e|, the two states
+                # come to differ by C (e + c) - D c': D decays only, C corrects as well, and both are contractions.
+                drift = 2 * (error + _norm(state - held, (1, 2)))
+            size = _norm(held, (1, 2)) + drift
+            if self.checkpoint in ("fp16", "bf16") and self.length:  # a checkpoint stored again as it was is exact
                 drift = drift + self._rounding(self.checkpoint, size)
-            # rows that are pending were corrected against the old read copy and may still be committed
-            stale = self.read_at(layer) if self.pending else 0
-            self.drift[layer] = drift
-            self.read[layer] = stale + (0 if self.read_copy is None else self._rounding(self.read_copy, size))
+            # Such rows were also corrected against the old read copy, off by r. Outputs see (C - D) r, |C - D| <= 2,
+            # and C e - D c' with c' cut off by the new copy: e is in the other bounds, |c'| <= |c| + |e|, c follows.
+            read = 2 * self.read_at(number) + error if corrected else np.zeros_like(drift)
+            if self.read_copy is not None:
+                self._count(self.read_copy, state, error)
+                # outputs see a copy that is clamped to a narrower range; the state that they are compared with is not
+                limit = STORAGE[self.read_copy][2]
+                read = read + _norm(np.maximum(np.abs(held) - limit, 0), (1, 2)) + self._rounding(self.read_copy, size)
+            self.drift[number], self.read[number] = drift, read
         self.folded = tokens
+
+    def load(self, numbers: list[int]) -> None:
+        """The exact state after these tokens too, computed elsewhere, takes the place of what the slot held."""
+        self.extend(numbers)
+        self.pending, self.drift = [], [np.zeros_like(drift) for drift in self.drift]
+        self.fold()
+
+    def _count(self, form: str, state: Array, error: Array) -> None:
+        """Add the elements of a state about to be stored that lie beyond the format's range: the least, the most."""
+        beyond, error = np.abs(state) - STORAGE[form][2], error[:, None, None]
+        least, most = self.clamped
+        self.clamped = least + int((beyond > error).sum()), most + int((beyond > -error).sum())
 
     def _rounding(self, form: str, size: Array) -> Array:
         """Norm of one rounding to nearest of a state of norm `size`: half a spacing, relative or subnormal.
 
         The last factor covers that the value rounded is itself off by the arithmetic's relative error.
         """
-        eps, smallest = STORAGE[form]
+        eps, smallest, _ = STORAGE[form]
         elements = np.prod(self.layers[0].state_shape[1:])
         return (eps / 2 * size + smallest / 2 * np.sqrt(elements)) * (1 + 1e-4)

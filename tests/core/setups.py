@@ -10,6 +10,7 @@ from torch import Tensor
 
 from replayssm import ReplayConfig
 from replayssm.recurrences import Geometry, get
+from replayssm.recurrences.base import tolerance
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState, StatePool
 
@@ -18,6 +19,7 @@ from .oracle import RULES, OracleLayer, Sequence
 RECURRENCES = tuple(RULES)
 TOKENS = 256  # drawn tokens; number TOKENS is the filler for everything that must not be read, all NaN
 REGIMES = ("plain", "no decay", "slow", "strong", "alike keys")
+BEYOND_FP16 = "large values"  # the regime in which some tokens lead out of the range of fp16
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -75,12 +77,15 @@ def draw_inputs(
         "slow": np.exp(gate - 9),
         "strong": np.where(gate > 0, np.exp(3 * gate), 0.1),  # up to thousands: exp underflows
         "alike keys": np.exp(gate - 5),
+        BEYOND_FP16: np.exp(gate - 2),
     }[regime]
     keys = rng.standard_normal((count, G, N))
     if regime == "alike keys":
         keys = rng.standard_normal((1, G, N)) + 0.03 * keys
     keys[rng.random(count) < 0.03] = 0
     values, queries = rng.standard_normal((count, H, P)), rng.standard_normal((count, G, N))
+    if regime == BEYOND_FP16:
+        values *= 10 ** rng.uniform(2, 6, (count, 1, 1))
     if name == "mamba2":
         return {"x": values, "B": keys, "C": queries, "dt": decay}
     beta = 1 / (1 + np.exp(-rng.standard_normal((count, H)) - (4 if regime == "alike keys" else 0)))
@@ -164,8 +169,15 @@ class Model:
         return pool
 
     def sequence(self) -> Sequence:
-        config = self.setup.config
-        return Sequence(tuple(layer.oracle for layer in self.layers), config.checkpoint_format, config.read_format)
+        config, compute = self.setup.config, self.layout.compute_dtype
+        return Sequence(
+            tuple(layer.oracle for layer in self.layers),
+            config.checkpoint_format,
+            config.read_format,
+            tolerance(compute),
+            self.layout.ring_rows,
+            torch.finfo(compute).tiny,
+        )
 
     def inputs(self, layer: int, numbers: Tensor) -> dict[str, Tensor]:
         """Inputs of tokens [B, T] by number."""

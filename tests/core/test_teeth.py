@@ -19,6 +19,7 @@ from replayssm.flow import algebra
 from replayssm.flow.step import Step
 from replayssm.recurrences.delta import DeltaRule
 from replayssm.state import cursor
+from replayssm.state.formats import CastFormat
 from replayssm.state.pool import LayerState, StatePool
 
 from .machine import Machine, Row, machine_for
@@ -228,6 +229,21 @@ def flush_reads_the_read_copy(patch: Patch) -> None:
     patch.setattr(LayerState, "state", lambda self, slots, kind: original(self, slots, self.read_kind))
 
 
+def infinite_out_of_range(patch: Patch) -> None:
+    patch.setattr(CastFormat, "encode", lambda self, state: {"": state.to(self.dtype)})
+
+
+def clamped_to_zero(patch: Patch) -> None:
+    original = CastFormat.encode
+    patch.setattr(
+        CastFormat, "encode", lambda self, x: original(self, x.where(x.abs() < torch.finfo(self.dtype).max, 0))
+    )
+
+
+def clamped_in_silence(patch: Patch) -> None:
+    patch.setattr(CastFormat, "saturated", lambda self, state: torch.zeros(len(state), dtype=torch.int64))
+
+
 def read_copy_left_behind(patch: Patch) -> None:
     original = LayerState.store
 
@@ -280,6 +296,12 @@ FAULTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (flush_reads_the_read_copy, "mamba2", "read copy"),
     (flush_reads_the_read_copy, "gdn", "read copy"),
     (read_copy_left_behind, "kda", "read copy"),
+    (infinite_out_of_range, "gdn", "low precision"),
+    (infinite_out_of_range, "mamba2", "read copy"),
+    (clamped_to_zero, "kda", "low precision"),
+    (clamped_to_zero, "gdn", "read copy"),
+    (clamped_in_silence, "mamba2", "low precision"),
+    (clamped_in_silence, "mamba2", "read copy"),
     (key_rounded, "gdn", "fp32"),
     (beta_rounded, "kda", "fp32"),
     (exponents_not_differences, "kda", "fp32"),
@@ -292,7 +314,7 @@ def test_a_fault_in_the_code_is_found(
 ) -> None:
     fault(monkeypatch)
     quick = settings(
-        max_examples=50,
+        max_examples=200,
         derandomize=True,
         database=None,
         deadline=None,

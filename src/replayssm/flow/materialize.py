@@ -65,6 +65,7 @@ def materialize_into(
     for src, new, count in zip(slots, taken, bounds.tolist(), strict=True):
         counters = pool.cursor.get(src)
         pool.cursor.set(new, position=counters["position"] - counters["length"] + count)
+        pool.cursor.saturated[new] += counters["saturated"]  # a copy of a clamped state is as wrong, and warns as well
     return taken
 
 

@@ -68,7 +68,8 @@ class Cursor:
         position: tokens committed since acquire; position - length of them are in the checkpoint.
         pending: ring rows written by the last step and not yet committed.
         window: window in force until the next flush.
-        saturated: checkpoint elements clamped to their format's range since acquire.
+        saturated: elements of checkpoint and read copy clamped to their format's range since acquire; copies of the
+            sequence start with its count.
     """
 
     start: Tensor

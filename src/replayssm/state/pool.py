@@ -22,7 +22,18 @@ from replayssm.state.slots import PAD_SLOT, SlotTable
 
 
 class SaturationWarning(UserWarning):
-    """Checkpoint values left the range of their format and were clamped."""
+    """Values of a checkpoint or read copy left the range of their format and were clamped."""
+
+
+def saturation_message(config: ReplayConfig, clamped: int) -> str:
+    """What a `SaturationWarning` says of `clamped` elements."""
+    checkpoint, read_copy = config.checkpoint_format, config.read_format
+    if read_copy is None:
+        what, advice = f"checkpoint elements were clamped to the range of {checkpoint}", "a wider checkpoint_format"
+    else:
+        what = f"elements of checkpoint ({checkpoint}) and read copy ({read_copy}) were clamped to their format's range"
+        advice = "a wider read_format, or none,"
+    return f"{clamped} {what}; use {advice} for this model"
 
 
 @dataclass(frozen=True)
@@ -135,16 +146,15 @@ class LayerState:
     def store(self, slots: Tensor, state: Tensor, active: Tensor, cursor: Cursor) -> None:
         """Round `state` [B, H, N, P] into the checkpoint, and from there into the read copy, where `active` [B].
 
-        Elements clamped to the checkpoint format's range are counted per slot.
+        Elements clamped to the range of either format are counted per slot.
         """
-        form = self.layout.checkpoint_format
-        clamped = torch.where(active, form.saturated(state), 0)
-        cursor.saturated.index_add_(0, slots.clamp(min=0), clamped)
-        for suffix, part in form.encode(state).items():
-            put_rows(self.tensors[f"checkpoint{suffix}"], (slots,), part, active)
-        if self.layout.read_format is not None:
-            for suffix, part in self.layout.read_format.encode(state).items():
-                put_rows(self.tensors[f"read_copy{suffix}"], (slots,), part, active)
+        for kind, form in (("checkpoint", self.layout.checkpoint_format), ("read_copy", self.layout.read_format)):
+            if form is None:
+                continue
+            clamped = torch.where(active, form.saturated(state), 0)
+            cursor.saturated.index_add_(0, slots.clamp(min=0), clamped)
+            for suffix, part in form.encode(state).items():
+                put_rows(self.tensors[f"{kind}{suffix}"], (slots,), part, active)
 
     def _format(self, kind: str) -> CastFormat:
         form = {"checkpoint": self.layout.checkpoint_format, "read_copy": self.layout.read_format}[kind]
@@ -216,7 +226,7 @@ class StatePool:
         self.slots.mend(slot)
 
     def release(self, slot: int) -> None:
-        """Give the slot back; warns when its checkpoint had to clamp values."""
+        """Give the slot back; warns when its checkpoint or read copy had to clamp values."""
         self.slots.release(slot)
         self._warn_saturated(slot)
 
@@ -311,15 +321,12 @@ class StatePool:
                 tensor[dst].copy_(tensor[src])
 
     def _warn_saturated(self, slot: int) -> None:
-        if self.device.type == "cpu" or self.config.checkpoint_format == "fp16":
+        # elsewhere reading the counter waits for the device, and only fp16 has a range that models leave
+        if self.device.type == "cpu" or "fp16" in (self.config.checkpoint_format, self.config.read_format):
             clamped = int(self.cursor.saturated[slot])
             if clamped:
-                warnings.warn(
-                    f"slot {slot}: {clamped} checkpoint elements were clamped to the range of "
-                    f"{self.config.checkpoint_format}; use a wider checkpoint_format for this model",
-                    SaturationWarning,
-                    stacklevel=3,
-                )
+                message = f"slot {slot}: {saturation_message(self.config, clamped)}"
+                warnings.warn(message, SaturationWarning, stacklevel=3)
 
     @staticmethod
     def _slots_of(layer: LayerState) -> int:

@@ -23,7 +23,7 @@ from replayssm.attach.transformers.sequences import Holding, Sequences
 from replayssm.config import ReplayConfig
 from replayssm.state.formats import FORMATS
 from replayssm.state.layout import StateLayout, Tally, Traffic
-from replayssm.state.pool import LayerState, SaturationWarning, StatePool
+from replayssm.state.pool import LayerState, SaturationWarning, StatePool, saturation_message
 
 MARK = "_replayssm_attached"
 
@@ -114,19 +114,15 @@ class Attached:
 
     def retire(self, holding: Holding) -> None:
         """A cache died. This runs wherever garbage is collected, even while a graph is traced: no tensor work here."""
-        if holding.pool is not None and FORMATS[self.config.checkpoint_format].bits_per_element < 32:
+        narrowest = self.config.read_format or self.config.checkpoint_format
+        if holding.pool is not None and FORMATS[narrowest].bits_per_element < 32:
             self._clamped.append(holding.pool.cursor.saturated)
 
     def _warn_of_clamped(self) -> None:
         clamped = sum(int(counts.sum()) for counts in self._clamped)
         self._clamped.clear()
         if clamped:
-            warnings.warn(
-                f"{clamped} checkpoint elements were clamped to the range of {self.config.checkpoint_format}; use a "
-                "wider checkpoint_format for this model",
-                SaturationWarning,
-                stacklevel=3,
-            )
+            warnings.warn(saturation_message(self.config, clamped), SaturationWarning, stacklevel=3)
 
     def allocate(self, slots: int, dtype: torch.dtype, device: torch.device) -> StatePool:
         """A pool for one cache, with the weights as they are now."""
