@@ -15,7 +15,7 @@ from .harness import DEVICE, SPLIT, Case, Twins, run
 
 RECURRENCES = ("mamba2", "gdn", "kda")
 GROUP = Geometry(heads=4, key_heads=2, key_dim=16, value_dim=32)
-SHARED = Choice(Tile(16, heads=2, tiles=2, num_stages=2), Tile(32, heads=2, num_warps=2))
+SHARED = Choice(Tile(16, units=4, num_stages=2), Tile(32, units=2, num_warps=2))
 MANY = (-1, 3, 0, -1, 4, 1, -1)
 
 
@@ -23,15 +23,13 @@ def cases() -> list[Case]:
     found = []
     for name in RECURRENCES:
         plain = Case(name)
-        # groups of heads do not exist where every head has its own decay channels
-        wide = SHARED if name != "kda" else Choice(Tile(16, tiles=2), Tile(32, num_warps=2))
         found += [
             replace(plain, rows=MANY),
             replace(plain, choice=SPLIT, model_dtype="fp16"),
-            replace(plain, choice=wide, geometry=GROUP, window=4),
+            replace(plain, choice=SHARED, geometry=GROUP, window=4),
             replace(plain, verify_len=4),
             replace(plain, verify_len=4, choice=SPLIT, paged=True),
-            replace(plain, verify_len=3, geometry=GROUP, choice=wide, model_dtype="fp32", steps=3),
+            replace(plain, verify_len=3, geometry=GROUP, choice=SHARED, model_dtype="fp32", steps=3),
             replace(plain, model_dtype="fp32", window=1),
             replace(plain, window=1),
             replace(plain, window=20, steps=3),

@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm.kernels import materialize, plan
-from replayssm.kernels.launch import Choice, Tile, constants, form_of
+from replayssm.kernels.launch import Choice, Tile, form_of, prepare_constants, prepare_warps, verify_constants
+from replayssm.kernels.prepare import prepare_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.state.layout import StateLayout
 
@@ -38,13 +39,21 @@ class Resources:
 
 
 def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability: int = 90) -> dict[str, Resources]:
-    """Compile every launch of a `verify`, by name: "step" and, where it is one of its own, "flush"."""
+    """Compile every launch of a `verify`, by name: "prepare", "step" and, where it is one of its own, "flush"."""
+    found = {"prepare": compile_prepare(layout, tokens, capability)}
     if choice.flush is None:
-        return {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
-    return {
+        return found | {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
+    return found | {
         "step": compile_verify(layout, tokens, choice.step, STEP_ROWS.value, capability),
         "flush": compile_verify(layout, tokens, choice.flush, FLUSH_ROWS.value, capability),
     }
+
+
+def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90) -> Resources:
+    """Compile `prepare_kernel` for a layer, as the launcher would call it."""
+    signature = _layer_signature(layout) | _token_signature(layout) | {"weights": "*fp32", "probes": "*fp32"}
+    given = prepare_constants(layout, tokens, capability >= 90)
+    return _compile(prepare_kernel, signature, given, prepare_warps(layout), capability)
 
 
 def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, capability: int = 90) -> Resources:
@@ -52,21 +61,10 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
 
     `mode` is which rows the launch takes (`kernels.verify`), `capability` the compute capability, such as 90.
     """
-    form, recurrence = form_of(layout.recurrence), layout.recurrence
-    inputs = {f.name: _TYPES[layout.dtype_of(f)] for f in recurrence.inputs}
-    compute = _TYPES[layout.compute_dtype]
-
-    def strided(pointer: str) -> tuple[str, str, str]:
-        return pointer, "i64", "i32"
-
-    signature = _layer_signature(layout) | {
-        "key": strided(inputs[form.key]),
-        "query": strided(inputs[form.query]),
-        "value": strided(inputs[form.value]),
-        "inputs": tuple(strided(inputs[name]) for name in form.inputs),
-        "y": strided(compute),
-    }
-    given = constants(recurrence, layout.geometry, form, tokens, layout.ring_rows, layout.config.window, tile, mode)
+    signature = _layer_signature(layout) | _token_signature(layout)
+    signature |= {"weights": "*fp32", "probes": "*fp32", "saturated": "*i64"}
+    leads = capability >= 90 and mode == STEP_ROWS.value
+    given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads)
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
 
 
@@ -104,6 +102,23 @@ def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
     return {
         name: _compile(kernel, signature, {**given, "BLOCK": 256}, 4, capability, aligned=False)
         for name, (kernel, signature, given) in kernels.items()
+    }
+
+
+def _token_signature(layout: StateLayout) -> dict[str, Any]:
+    """Types of a step's tokens and outputs."""
+    form = form_of(layout.recurrence)
+    inputs = {f.name: _TYPES[layout.dtype_of(f)] for f in layout.recurrence.inputs}
+
+    def strided(pointer: str) -> tuple[str, str, str]:
+        return pointer, "i64", "i32"
+
+    return {
+        "key": strided(inputs[form.key]),
+        "query": strided(inputs[form.query]),
+        "value": strided(inputs[form.value]),
+        "inputs": tuple(strided(inputs[name]) for name in form.inputs),
+        "y": strided(_TYPES[layout.model_dtype]),
     }
 
 

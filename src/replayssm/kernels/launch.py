@@ -1,44 +1,51 @@
-"""From a layer, a step and its inputs to one launch of a template."""
+"""From a layer, a step and its inputs to the launches of the templates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
+from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
-from replayssm.recurrences.base import Geometry, Recurrence
+from replayssm.recurrences.base import Recurrence
 from replayssm.recurrences.triton_form import TritonForm
+from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState
 
-FLUSH_PROGRAMS = 132 * 8  # programs of a flush launch: what an H200 holds at once; a second wave would only wait
+MAX_PREPARED_HEADS = 16
+"""Heads of a program of the first launch, at most."""
+
+FLUSH_WARPS = 8
+"""Warps of a multiprocessor that a flush launch fills: more of its programs would not fit beside each other."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a launch divides the work.
+    """How a launch over states divides the work.
 
     Args:
-        block_p: state columns of a program.
-        heads: state heads of a program, a divisor of the heads of a key head.
+        block_p: state columns of a unit.
+        units: units of a program, a divisor of a row's.
         num_warps: warps of a program.
-        num_stages: software pipelining depth of the loop over heads.
+        num_stages: units whose memory is under way at once.
     """
 
     block_p: int
-    heads: int = 1
+    units: int = 1
     num_warps: int = 1
-    tiles: int = 1
     num_stages: int = 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The launches of one verify.
+    """The launches of one verify over the states.
 
     Args:
         step: tile of the only launch, or of the one for rows that are not due when `flush` is set.
@@ -57,63 +64,126 @@ def form_of(recurrence: Recurrence) -> TritonForm:
     return form
 
 
-def constants(recurrence: Recurrence, geometry: Geometry, form: TritonForm, tokens: int, ring_rows: int, window: int,
-              tile: Tile, mode: int) -> dict[str, Any]:  # fmt: skip
-    """Compile-time arguments of `verify_kernel`."""
-    return {
-        "H": geometry.heads,
-        "G": geometry.key_heads,
-        "N": geometry.key_dim,
-        "P": geometry.value_dim,
-        "T": tokens,
-        "RING_ROWS": ring_rows,
-        "NP": max(16, triton.next_power_of_2(geometry.key_dim)),
-        "TP": 1 if tokens == 1 else 16,
-        "WP": max(16, triton.next_power_of_2(window)),
-        "BLOCK_P": tile.block_p,
-        "HEADS": tile.heads,
-        "TILES": tile.tiles,
-        "STAGES": tile.num_stages,
-        "MODE": mode,
-        "DELTA": recurrence.delta_rule,
-        "CHANNEL": recurrence.decay == "channel",
-        "SKIP": form.skip,
-        "RECORD_SCALES": form.record_scales,
-        "RECORD_DECAY": form.record_decay,
+@dataclass(frozen=True)
+class Sizes:
+    """Padded sizes of a layer's launches with T tokens a row.
+
+    Args:
+        key_dim, tokens, window: padded to what tensor cores and `tl.arange` take.
+        outputs: rows of the matrices that hold outputs, and for delta rules corrections behind them.
+        block: floats of a token's weights.
+        prepared_heads: heads of a program of the first launch.
+    """
+
+    key_dim: int
+    tokens: int
+    outputs: int
+    window: int
+    block: int
+    prepared_heads: int
+
+    @classmethod
+    def of(cls, layout: StateLayout, tokens: int) -> Sizes:
+        recurrence, geometry = layout.recurrence, layout.geometry
+        window = max(16, triton.next_power_of_2(layout.config.window))
+        group = geometry.heads // geometry.key_heads
+        return cls(
+            key_dim=max(16, triton.next_power_of_2(geometry.key_dim)),
+            tokens=1 if tokens == 1 else 16,
+            outputs=max(16, 2 * triton.next_power_of_2(tokens) if recurrence.delta_rule else 16),
+            window=window,
+            block=block_size(tokens, window, recurrence.delta_rule),
+            prepared_heads=1 if recurrence.decay == "channel" else min(MAX_PREPARED_HEADS, group & -group),
+        )
+
+
+def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device) -> Tensor:
+    """Memory between the launches of one verify, fp32: the weights [B, H, T, block], then any probes [B, H, T, 2, N]."""
+    floats = Sizes.of(layout, tokens).block
+    if layout.recurrence.decay == "channel":
+        floats += 2 * layout.geometry.key_dim
+    return torch.empty(rows * layout.geometry.heads * tokens * floats, dtype=torch.float32, device=device)
+
+
+def prepare_constants(layout: StateLayout, tokens: int, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments of `prepare_kernel`."""
+    form, sizes = form_of(layout.recurrence), Sizes.of(layout, tokens)
+    return _shared_constants(layout, tokens, sizes) | {
+        "TP": sizes.tokens,
+        "HEADS": sizes.prepared_heads,
+        "OVERLAP": overlap,
         "TOKEN_DECAY": form.token_decay,
         "TOKEN_RATE": form.token_rate,
-        "TOKEN_SKIP": form.token_skip,
         "KEY_SCALE": form.key_scale,
         "QUERY_SCALE": form.query_scale,
         "STORE_RECORD": form.store_record,
     }
 
 
-def launch_verify(layer: LayerState, plan: Tensor, inputs: Mapping[str, Tensor], y: Tensor, choice: Choice) -> None:
-    """Run `verify_kernel` on one layer.
+def verify_constants(
+    layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool, leads: bool = False
+) -> dict[str, Any]:
+    """Compile-time arguments of `verify_kernel`."""
+    form, sizes = form_of(layout.recurrence), Sizes.of(layout, tokens)
+    limit = torch.finfo(layout.checkpoint_format.dtype).max
+    return _shared_constants(layout, tokens, sizes) | {
+        "P": layout.geometry.value_dim,
+        "TP": sizes.outputs,
+        "BLOCK_P": tile.block_p,
+        "UNITS": tile.units,
+        "STAGES": tile.num_stages,
+        "MODE": mode,
+        "LIMIT": limit if limit < torch.finfo(torch.float32).max else 0.0,
+        "SKIP": form.skip,
+        "OVERLAP": overlap,
+        "LEADS": leads,
+        "TOKEN_SKIP": form.token_skip,
+    }
+
+
+def _shared_constants(layout: StateLayout, tokens: int, sizes: Sizes) -> dict[str, Any]:
+    recurrence, geometry, form = layout.recurrence, layout.geometry, form_of(layout.recurrence)
+    return {
+        "H": geometry.heads,
+        "G": geometry.key_heads,
+        "N": geometry.key_dim,
+        "T": tokens,
+        "RING_ROWS": layout.ring_rows,
+        "NP": sizes.key_dim,
+        "WP": sizes.window,
+        "BLOCK": sizes.block,
+        "DELTA": recurrence.delta_rule,
+        "CHANNEL": recurrence.decay == "channel",
+        "RECORD_SCALES": form.record_scales,
+        "RECORD_DECAY": form.record_decay,
+    }
+
+
+def launch_verify(
+    layer: LayerState,
+    plan: Tensor,
+    inputs: Mapping[str, Tensor],
+    y: Tensor,
+    choice: Choice,
+    work: Tensor,
+    saturated: Tensor,
+) -> None:
+    """Run one layer of a step: the first launch, then one or two over the states.
 
     Args:
         layer: the layer; its state and the innermost dim of its ring fields must be contiguous.
-        plan: int64 [B, 8], see `kernels.verify`.
+        plan: int64 [B, columns].
         inputs: [B, T, ...], contiguous within a token.
         y: [B, T, H, P], contiguous within a token; written.
         choice: tiles of the launches.
+        work: from `workspace`.
+        saturated: int64 [slots], counts clamped elements of 16-bit checkpoints.
     """
-    if choice.flush is None:
-        _launch(layer, plan, inputs, y, choice.step, ALL_ROWS.value)
-    else:
-        _launch(layer, plan, inputs, y, choice.step, STEP_ROWS.value)
-        _launch(layer, plan, inputs, y, choice.flush, FLUSH_ROWS.value)
-
-
-def _launch(layer: LayerState, plan: Tensor, inputs: Mapping[str, Tensor], y: Tensor, tile: Tile, mode: int) -> None:
     layout = layer.layout
-    geometry, form = layout.geometry, form_of(layout.recurrence)
-    rows, tokens = y.shape[:2]
-    parts = triton.cdiv(geometry.value_dim, tile.block_p) // tile.tiles * (geometry.heads // tile.heads)
-    programs = rows * parts
-    if mode == FLUSH_ROWS.value:
-        programs = min(programs, FLUSH_PROGRAMS)
+    form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
+    sizes = Sizes.of(layout, tokens)
+    overlap = _overlaps(y.device)
+    weights, probes = work, work[rows * layout.geometry.heads * tokens * sizes.block :]
     state = layer.tensors["checkpoint"]
 
     def strided(tensor: Tensor) -> tuple[Tensor, int, int]:
@@ -123,20 +193,63 @@ def _launch(layer: LayerState, plan: Tensor, inputs: Mapping[str, Tensor], y: Te
         tensor = layer.tensors[f"ring.{name}"]
         return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
-    verify_kernel[(programs,)](
+    rings, params = tuple(ring(name) for name in form.ring), tuple(layer.params[name] for name in form.params)
+    prepare_kernel[(rows * layout.geometry.heads // sizes.prepared_heads,)](
         plan.stride(0),
         plan,
-        state,
-        state.stride(0),
         ring(form.key_ring),
-        ring(form.write_ring),
-        tuple(ring(name) for name in form.ring),
+        rings,
         strided(inputs[form.key]),
         strided(inputs[form.query]),
-        strided(inputs[form.value]),
         tuple(strided(inputs[name]) for name in form.inputs),
-        tuple(layer.params[name] for name in form.params),
-        strided(y),
-        **constants(layout.recurrence, geometry, form, tokens, layout.ring_rows, layout.config.window, tile, mode),
-        num_warps=tile.num_warps,
+        params,
+        weights,
+        probes,
+        **prepare_constants(layout, tokens, overlap),
+        num_warps=prepare_warps(layout),
     )
+    launches = [(choice.step, ALL_ROWS.value if choice.flush is None else STEP_ROWS.value)]
+    if choice.flush is not None:
+        launches.append((choice.flush, FLUSH_ROWS.value))
+    for number, (tile, mode) in enumerate(launches):
+        programs = rows * (triton.cdiv(layout.geometry.value_dim, tile.block_p) * layout.geometry.heads // tile.units)
+        if mode == FLUSH_ROWS.value:
+            programs = min(programs, _processors(y.device) * max(1, FLUSH_WARPS // tile.num_warps))
+        leads = overlap and number + 1 < len(launches)
+        verify_kernel[(programs,)](
+            plan.stride(0),
+            plan,
+            state,
+            state.stride(0),
+            ring(form.key_ring),
+            ring(form.write_ring),
+            rings,
+            strided(inputs[form.key]),
+            strided(inputs[form.query]),
+            strided(inputs[form.value]),
+            params,
+            weights,
+            probes,
+            strided(y),
+            saturated,
+            **verify_constants(layout, tokens, tile, mode, overlap, leads),
+            num_warps=tile.num_warps,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+
+
+def prepare_warps(layout: StateLayout) -> int:
+    """Warps of a program of the first launch: one holds all scalars of a key head, channels take more registers."""
+    return 4 if layout.recurrence.decay == "channel" else 1
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch may start before the one it depends on has ended (compute capability 9.0 and later)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

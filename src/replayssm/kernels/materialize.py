@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, head_weights, high_low
 from replayssm.kernels.launch import form_of
-from replayssm.kernels.verify import EMPTY, FOLD_START, FOLDED, SLOT, high_low, split_dot
+from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, SLOT
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState
 
@@ -27,44 +28,30 @@ def fold(
 ):  # fmt: skip
     """The columns S [NP, BLOCK_P] of a state after the oldest `records` records of its ring."""
     j = tl.arange(0, WP)
-    j_mask = j < records
-    later_mask = j + 1 < records
     rows = (start + j) % RING_ROWS
-    later_rows = (start + j + 1) % RING_ROWS
     past = tl.load(
         writes[0] + slot * writes[1] + rows[:, None] * writes[2] + h * writes[3] + p[None, :],
-        mask=j_mask[:, None] & p_mask[None, :],
+        mask=(j < records)[:, None] & p_mask[None, :],
         other=0,
     ).to(tl.float32)
-    raw = tl.load(
-        keys[0] + slot * keys[1] + rows[None, :] * keys[2] + g * keys[3] + n[:, None],
-        mask=j_mask[None, :] & n_mask[:, None],
-        other=0,
-    )
-    key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j_mask)
-    past = past * write_scale[:, None]
     if CHANNEL:
-        first = RECORD_DECAY(
-            ring, layer_params, slot, rows[None, :], h, n[:, None],
-            ((j == 0) & j_mask)[None, :] & n_mask[:, None], N,
+        scaled, log_decay = channel_keys(
+            keys, ring, layer_params, slot, start, records, g, h, n, n_mask,
+            N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY,
         )  # fmt: skip
-        later = RECORD_DECAY(
-            ring, layer_params, slot, later_rows[None, :], h, n[:, None], later_mask[None, :] & n_mask[:, None], N
-        )
-        high, low = high_low(tl.sum(first, 1) + tl.sum(later, 1))
-        weighted = raw.to(tl.float32) * key_scale[None, :] * tl.exp(tl.cumsum(later, 1, reverse=True))
-        added = tl.dot(weighted, past, input_precision="tf32x3")
-        return high[:, None] * S + (low[:, None] * S + added)
+        return fold_channel(S, scaled, past, log_decay)
     else:
-        first = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, (j == 0) & j_mask, N)
-        later = RECORD_DECAY(ring, layer_params, slot, later_rows, h, 0, later_mask, N)
-        high, low = high_low(tl.sum(first, 0) + tl.sum(later, 0))
-        past = past * (tl.exp(tl.cumsum(later, 0, reverse=True)) * key_scale)[:, None]
-        if raw.dtype == tl.bfloat16:
-            return high * S + split_dot(raw, past, low * S)
-        else:
-            added = tl.dot(raw.to(tl.float32), past, input_precision="tf32x3")
-            return high * S + (low * S + added)
+        raw_keys = tl.load(
+            keys[0] + slot * keys[1] + rows[None, :] * keys[2] + g * keys[3] + n[:, None],
+            mask=(j < records)[None, :] & n_mask[:, None],
+            other=0,
+        )
+        head = h + tl.zeros([1, 1], tl.int32)
+        weight, log_decay = head_weights(
+            ring, layer_params, slot, start, records, g, head, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
+        )
+        high, low = high_low(tl.sum(log_decay, 0))
+        return fold_head(S, raw_keys, tl.sum(weight, 0)[:, None] * past, high, low)
 
 
 @triton.jit
@@ -114,12 +101,7 @@ def materialize_kernel(
         if INTO_SLOTS:
             target = tl.load(targets[0] + m * targets[1])
         if LIMIT > 0:
-            # a silent inf would turn the rest of the sequence into NaN; NaN itself stays
-            over = tl.abs(S) > LIMIT
-            S = tl.where(over, tl.where(S > 0, LIMIT, -LIMIT), S)
-            clamped = tl.sum(tl.sum(over.to(tl.int32), 1), 0)
-            if clamped > 0 and INTO_SLOTS:
-                tl.atomic_add(saturated + target, clamped.to(tl.int64))
+            S = clamp(S, saturated + target, LIMIT, INTO_SLOTS)
         tl.store(out + target * out_row + offsets, S.to(out.dtype.element_ty), mask=mask)
 
 

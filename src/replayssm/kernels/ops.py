@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
-from replayssm.kernels.launch import launch_verify
+from replayssm.kernels.launch import launch_verify, workspace
 from replayssm.kernels.tuned import choose
 from replayssm.state.cursor import Cursor
 from replayssm.state.layout import StateLayout, numbered
@@ -68,14 +68,24 @@ def commit_op(slots: Tensor, accepted: Tensor | None, all_accepted: int, counter
     cursors.launch_commit(slots, all_accepted if accepted is None else accepted, Cursor(*counters))
 
 
-@torch.library.custom_op("replayssm::verify", mutates_args={"memory", "y"})
+@torch.library.custom_op("replayssm::verify", mutates_args={"memory", "y", "work", "saturated"})
 def verify_op(
-    plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], inputs: Sequence[Tensor], y: Tensor, layout: int
+    plan: Tensor,
+    memory: Sequence[Tensor],
+    params: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    y: Tensor,
+    work: Tensor,
+    saturated: Tensor,
+    layout: int,
 ) -> None:
-    """One layer of a step: outputs into `y` [B, T, H, P], records into the ring, checkpoints of rows that are due."""
+    """One layer of a step: outputs into `y` [B, T, H, P], records into the ring, checkpoints of rows that are due.
+
+    `work` is from `kernels.launch.workspace`.
+    """
     layer = _layer(numbered(layout), memory, params)
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
-    launch_verify(layer, plan, named, y, choose(layer.layout, *y.shape[:2]))
+    launch_verify(layer, plan, named, y, choose(layer.layout, *y.shape[:2]), work, saturated)
 
 
 @torch.library.custom_op("replayssm::fold", mutates_args={"memory", "saturated"})
@@ -168,7 +178,9 @@ class Kernels:
             self.fold_due(layer, plan)
             return out
         given = [_dense(inputs[field.name]) for field in recurrence.inputs]
-        verify_op(plan, *self._layer(layer), given, out, self._pool.layout_numbers[layer])
+        work = workspace(state.layout, plan.shape[0], width, plan.device)
+        saturated, number = self._pool.cursor.saturated, self._pool.layout_numbers[layer]
+        verify_op(plan, *self._layer(layer), given, out, work, saturated, number)
         return out
 
     def fold_due(self, layer: int, plan: Tensor) -> None:

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.kernels.verify import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 from replayssm.state.cursor import Cursor
-from replayssm.state.plan import COLUMN
+from replayssm.state.plan import COLUMNS
 
-START, POSITION, DUE = (tl.constexpr(COLUMN[name]) for name in ("start", "position", "due"))
+SLOT, TOKENS, FOLDED, FOLD_START, HISTORY, EMPTY, ORDER, DUE_COUNT, START, POSITION, DUE = map(
+    tl.constexpr, range(len(COLUMNS))
+)
+assert list(COLUMNS) == "slot tokens folded fold_start history empty order due_count start position due".split()
 
 # what a step's rows were: a decode step, a prompt, or a flush between steps
 DECODE, PROMPT, FLUSH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -1,0 +1,112 @@
+"""Arithmetic that the templates share, and that keeps fp32 exactness on tensor cores (docs/numerics.md).
+
+Products of 16-bit keys and queries are exact and summed in fp32. A fold multiplies raw 16-bit keys with write vectors
+split into three 16-bit parts, so tensor cores lose nothing; the decay of a fold has a low part, because the same
+rounded factor applied at every flush would drift; sums of log decays only ever add values of one sign.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_dot(key, x):
+    """key @ x for a bf16 `key` and an fp32 `x`, exact to fp32: x is the sum of three bf16 parts, smallest first."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(key, high, tl.dot(key, middle, tl.dot(key, low)))
+
+
+@triton.jit
+def state_dot(a, x):
+    """a @ x of an operand from the model and an fp32 one, exact to fp32."""
+    if a.dtype == tl.bfloat16:
+        return split_dot(a, x)
+    else:
+        return tl.dot(a.to(tl.float32), x, input_precision="tf32x3")
+
+
+@triton.jit
+def exact_dot(a, b):
+    """a @ b of two operands of one dtype: exact products for 16-bit dtypes, fp32-class otherwise."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def high_low(log_decay):
+    """exp(log_decay) as the sum of two fp32 numbers."""
+    decay = tl.exp(log_decay.to(tl.float64))
+    high = decay.to(tl.float32)
+    return high, (decay - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def head_weights(
+    ring, layer_params, slot, start, records, g, heads,
+    N: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """(weights [HEADS, WP], log decay [HEADS]) of the oldest `records` records, for `heads` [HEADS, 1] of key head g.
+
+    A weight takes raw key x raw write vector to the state after the newest of the records; zero beyond them. The log
+    decay is that of all records together.
+    """
+    j = tl.arange(0, WP)[None, :]
+    rows, later_rows = (start + j) % RING_ROWS, (start + j + 1) % RING_ROWS
+    key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, heads, j < records)
+    first = RECORD_DECAY(ring, layer_params, slot, rows, heads, 0, (j == 0) & (j < records), N)
+    later = RECORD_DECAY(ring, layer_params, slot, later_rows, heads, 0, j + 1 < records, N)
+    weights = tl.exp(tl.cumsum(later, 1, reverse=True)) * key_scale * write_scale
+    return weights, tl.sum(first, 1) + tl.sum(later, 1)
+
+
+@triton.jit
+def channel_keys(
+    keys, ring, layer_params, slot, start, records, g, h, n, n_mask,
+    N: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """The same for one head with a decay per channel: keys [WP, NP] as they stand in the state, log decay [NP]."""
+    j = tl.arange(0, WP)
+    rows, later_rows = (start + j) % RING_ROWS, (start + j + 1) % RING_ROWS
+    mask = (j < records)[:, None] & n_mask[None, :]
+    later_mask = (j + 1 < records)[:, None] & n_mask[None, :]
+    raw = tl.load(keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :], mask=mask, other=0)
+    key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j < records)
+    first_mask = (j == 0)[:, None] & mask
+    first = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], first_mask, N)
+    later = RECORD_DECAY(ring, layer_params, slot, later_rows[:, None], h, n[None, :], later_mask, N)
+    scaled = raw.to(tl.float32) * (key_scale * write_scale)[:, None]
+    return scaled * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.sum(first, 0) + tl.sum(later, 0)
+
+
+@triton.jit
+def fold_head(S, raw_keys, weighted, high, low):
+    """A state [NP, P] after records with raw keys [NP, WP] and weighted write vectors [WP, P]; decay high + low."""
+    return high * S + (low * S + state_dot(raw_keys, weighted))
+
+
+@triton.jit
+def fold_channel(S, scaled_keys, writes, log_decay):
+    """The same for a decay per channel: keys [WP, NP] of `channel_keys`, write vectors [WP, P]."""
+    high, low = high_low(log_decay)
+    added = tl.dot(tl.trans(scaled_keys), writes, input_precision="tf32x3")
+    return high[:, None] * S + (low[:, None] * S + added)
+
+
+@triton.jit
+def clamp(S, saturated, LIMIT: tl.constexpr, COUNT: tl.constexpr):
+    """S within the largest number of its format; elements beyond are added to the counter `saturated`."""
+    # a silent inf would turn the rest of the sequence into NaN; NaN itself stays
+    over = tl.abs(S) > LIMIT
+    clamped = tl.sum(tl.sum(over.to(tl.int32), 1), 0)
+    if COUNT and clamped > 0:
+        tl.atomic_add(saturated, clamped.to(tl.int64))
+    return tl.where(over, tl.where(S > 0, LIMIT, -LIMIT), S)
