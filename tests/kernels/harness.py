@@ -57,7 +57,7 @@ class Case:
 
     def __str__(self) -> str:
         shown = [self.recurrence, f"T{self.verify_len}", f"W{self.window}", self.model_dtype, self.checkpoint_format]
-        shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", "split" if self.choice.flush else "fused"]
+        shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", "split" if self.choice.flush else "recurrent" if self.choice.recurrent else "fused"]
         return "-".join([*shown, *(["paged"] if self.paged else [])])
 
 

@@ -16,6 +16,7 @@ from .harness import DEVICE, SPLIT, Case, Twins, run
 RECURRENCES = ("mamba2", "gdn", "kda")
 GROUP = Geometry(heads=4, key_heads=2, key_dim=16, value_dim=32)
 SHARED = Choice(Tile(16, units=4, num_stages=2), Tile(32, units=2, num_warps=2))
+ONE_BY_ONE = Choice(Tile(16), recurrent=True)
 MANY = (-1, 3, 0, -1, 4, 1, -1)
 
 
@@ -25,6 +26,9 @@ def cases() -> list[Case]:
         plain = Case(name)
         found += [
             replace(plain, rows=MANY),
+            replace(plain, choice=ONE_BY_ONE, rows=MANY),
+            replace(plain, choice=ONE_BY_ONE, verify_len=3, checkpoint_format="fp16", model_dtype="fp16", window=3),
+            replace(plain, choice=ONE_BY_ONE, geometry=GROUP, window=1, model_dtype="fp32", paged=True),
             replace(plain, choice=SPLIT, model_dtype="fp16"),
             replace(plain, choice=SHARED, geometry=GROUP, window=4),
             replace(plain, verify_len=4),

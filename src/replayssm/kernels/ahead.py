@@ -15,8 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm.kernels import materialize, plan
-from replayssm.kernels.launch import Choice, Tile, form_of, prepare_constants, prepare_warps, verify_constants
+from replayssm.kernels.launch import (
+    Choice,
+    Tile,
+    form_of,
+    prepare_constants,
+    recurrent_constants,
+    verify_constants,
+)
 from replayssm.kernels.prepare import prepare_kernel
+from replayssm.kernels.recurrent import recurrent_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.state.layout import StateLayout
 
@@ -40,6 +48,8 @@ class Resources:
 
 def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability: int = 90) -> dict[str, Resources]:
     """Compile every launch of a `verify`, by name: "prepare", "step" and, where it is one of its own, "flush"."""
+    if choice.recurrent:
+        return {"recurrent": compile_recurrent(layout, tokens, choice.step, capability)}
     found = {"prepare": compile_prepare(layout, tokens, capability)}
     if choice.flush is None:
         return found | {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
@@ -52,8 +62,15 @@ def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability:
 def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90) -> Resources:
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | {"weights": "*fp32", "probes": "*fp32"}
-    given = prepare_constants(layout, tokens, capability >= 90)
-    return _compile(prepare_kernel, signature, given, prepare_warps(layout), capability)
+    given = prepare_constants(layout, 256, tokens, capability >= 90)
+    return _compile(prepare_kernel, signature, given, 1, capability)
+
+
+def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
+    """Compile `recurrent_kernel` for a layer, as the launcher would call it."""
+    signature = _layer_signature(layout) | _token_signature(layout) | {"saturated": "*i64"}
+    given = recurrent_constants(layout, tokens, tile, capability >= 90)
+    return _compile(recurrent_kernel, signature, given, tile.num_warps, capability)
 
 
 def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, capability: int = 90) -> Resources:

@@ -12,12 +12,20 @@ import triton.language as tl
 
 
 @triton.jit
+def cut(x):
+    """The first 8 bits of the significands of `x` fp32, as bf16, and what they leave over; both exact."""
+    # cutting bits off is integer work at full rate; rounding is not, and three parts of 8 bits are exact either way
+    bits = x.to(tl.int32, bitcast=True)
+    part = (bits & -65536).to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - part
+
+
+@triton.jit
 def split_dot(key, x):
     """key @ x for a bf16 `key` and an fp32 `x`, exact to fp32: x is the sum of three bf16 parts, smallest first."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    high, rest = cut(x)
+    middle, rest = cut(rest)
+    low, _ = cut(rest)
     return tl.dot(key, high, tl.dot(key, middle, tl.dot(key, low)))
 
 
@@ -61,7 +69,7 @@ def head_weights(
     j = tl.arange(0, WP)[None, :]
     rows, later_rows = (start + j) % RING_ROWS, (start + j + 1) % RING_ROWS
     key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, heads, j < records)
-    first = RECORD_DECAY(ring, layer_params, slot, rows, heads, 0, (j == 0) & (j < records), N)
+    first = RECORD_DECAY(ring, layer_params, slot, start % RING_ROWS, heads, 0, records > 0, N)
     later = RECORD_DECAY(ring, layer_params, slot, later_rows, heads, 0, j + 1 < records, N)
     weights = tl.exp(tl.cumsum(later, 1, reverse=True)) * key_scale * write_scale
     return weights, tl.sum(first, 1) + tl.sum(later, 1)
@@ -80,11 +88,10 @@ def channel_keys(
     later_mask = (j + 1 < records)[:, None] & n_mask[None, :]
     raw = tl.load(keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :], mask=mask, other=0)
     key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, j < records)
-    first_mask = (j == 0)[:, None] & mask
-    first = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], first_mask, N)
+    first = RECORD_DECAY(ring, layer_params, slot, start % RING_ROWS, h, n, n_mask & (records > 0), N)
     later = RECORD_DECAY(ring, layer_params, slot, later_rows[:, None], h, n[None, :], later_mask, N)
     scaled = raw.to(tl.float32) * (key_scale * write_scale)[:, None]
-    return scaled * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.sum(first, 0) + tl.sum(later, 0)
+    return scaled * tl.exp(tl.cumsum(later, 0, reverse=True)), first + tl.sum(later, 0)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from replayssm.kernels.prepare import block_size, prepare_kernel
+from replayssm.kernels.recurrent import recurrent_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.recurrences.base import Recurrence
 from replayssm.recurrences.triton_form import TritonForm
@@ -22,8 +23,14 @@ from replayssm.state.pool import LayerState
 MAX_PREPARED_HEADS = 16
 """Heads of a program of the first launch, at most."""
 
-FLUSH_WARPS = 8
-"""Warps of a multiprocessor that a flush launch fills: more of its programs would not fit beside each other."""
+FEWEST_PREPARING = 1024
+"""Programs of the first launch that an H200 runs as fast as fewer."""
+
+MAX_TOKENS = 16
+"""Rows of the first launch's matrices of tokens: the largest `verify_len`, and the least that tensor cores take."""
+
+FLUSH_WARPS = 16
+"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,13 @@ class Choice:
         step: tile of the only launch, or of the one for rows that are not due when `flush` is set.
         flush: tile of a second launch for the rows that are due. Two launches keep the registers that a fold needs
             out of the common path, which pays at large batches.
+        recurrent: instead of all this, one launch that runs record by record (kernels/recurrent.py), with the columns
+            and warps of `step`. It suits a window in force of 1.
     """
 
     step: Tile
     flush: Tile | None = None
+    recurrent: bool = False
 
 
 def form_of(recurrence: Recurrence) -> TritonForm:
@@ -69,31 +79,25 @@ class Sizes:
     """Padded sizes of a layer's launches with T tokens a row.
 
     Args:
-        key_dim, tokens, window: padded to what tensor cores and `tl.arange` take.
+        key_dim, window: padded to what tensor cores and `tl.arange` take.
         outputs: rows of the matrices that hold outputs, and for delta rules corrections behind them.
         block: floats of a token's weights.
-        prepared_heads: heads of a program of the first launch.
     """
 
     key_dim: int
-    tokens: int
     outputs: int
     window: int
     block: int
-    prepared_heads: int
 
     @classmethod
     def of(cls, layout: StateLayout, tokens: int) -> Sizes:
         recurrence, geometry = layout.recurrence, layout.geometry
         window = max(16, triton.next_power_of_2(layout.config.window))
-        group = geometry.heads // geometry.key_heads
         return cls(
             key_dim=max(16, triton.next_power_of_2(geometry.key_dim)),
-            tokens=1 if tokens == 1 else 16,
             outputs=max(16, 2 * triton.next_power_of_2(tokens) if recurrence.delta_rule else 16),
             window=window,
             block=block_size(tokens, window, recurrence.delta_rule),
-            prepared_heads=1 if recurrence.decay == "channel" else min(MAX_PREPARED_HEADS, group & -group),
         )
 
 
@@ -105,12 +109,21 @@ def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device)
     return torch.empty(rows * layout.geometry.heads * tokens * floats, dtype=torch.float32, device=device)
 
 
-def prepare_constants(layout: StateLayout, tokens: int, overlap: bool) -> dict[str, Any]:
+def prepared_heads(layout: StateLayout, rows: int) -> int:
+    """Heads of a program of the first launch: many share products of keys, unless the GPU would stay half empty."""
+    group = layout.geometry.heads // layout.geometry.key_heads
+    heads = 1 if layout.recurrence.decay == "channel" else min(MAX_PREPARED_HEADS, group & -group)
+    while heads > 2 and rows * layout.geometry.heads // heads < FEWEST_PREPARING:
+        heads //= 2
+    return heads
+
+
+def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments of `prepare_kernel`."""
     form, sizes = form_of(layout.recurrence), Sizes.of(layout, tokens)
     return _shared_constants(layout, tokens, sizes) | {
-        "TP": sizes.tokens,
-        "HEADS": sizes.prepared_heads,
+        "TP": 1 if tokens == 1 and layout.recurrence.decay == "channel" else MAX_TOKENS,
+        "HEADS": prepared_heads(layout, rows),
         "OVERLAP": overlap,
         "TOKEN_DECAY": form.token_decay,
         "TOKEN_RATE": form.token_rate,
@@ -141,6 +154,12 @@ def verify_constants(
     }
 
 
+def recurrent_constants(layout: StateLayout, tokens: int, tile: Tile, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments of `recurrent_kernel`."""
+    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, overlap) | prepare_constants(layout, 1, tokens, overlap)
+    return {name: given[name] for name in recurrent_kernel.arg_names if name in given}
+
+
 def _shared_constants(layout: StateLayout, tokens: int, sizes: Sizes) -> dict[str, Any]:
     recurrence, geometry, form = layout.recurrence, layout.geometry, form_of(layout.recurrence)
     return {
@@ -168,7 +187,7 @@ def launch_verify(
     work: Tensor,
     saturated: Tensor,
 ) -> None:
-    """Run one layer of a step: the first launch, then one or two over the states.
+    """Run one layer of a step: a launch that prepares weights and one or two over the states, or one for everything.
 
     Args:
         layer: the layer; its state and the innermost dim of its ring fields must be contiguous.
@@ -183,6 +202,7 @@ def launch_verify(
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
     sizes = Sizes.of(layout, tokens)
     overlap = _overlaps(y.device)
+    early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     weights, probes = work, work[rows * layout.geometry.heads * tokens * sizes.block :]
     state = layer.tensors["checkpoint"]
 
@@ -193,20 +213,44 @@ def launch_verify(
         tensor = layer.tensors[f"ring.{name}"]
         return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
+    key, query, value = (strided(inputs[name]) for name in (form.key, form.query, form.value))
+    others = tuple(strided(inputs[name]) for name in form.inputs)
     rings, params = tuple(ring(name) for name in form.ring), tuple(layer.params[name] for name in form.params)
-    prepare_kernel[(rows * layout.geometry.heads // sizes.prepared_heads,)](
+    if choice.recurrent:
+        recurrent_kernel[(rows * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, choice.step.block_p),)](
+            plan.stride(0),
+            plan,
+            state,
+            state.stride(0),
+            ring(form.key_ring),
+            ring(form.write_ring),
+            rings,
+            key,
+            query,
+            value,
+            others,
+            params,
+            strided(y),
+            saturated,
+            **recurrent_constants(layout, tokens, choice.step, overlap),
+            num_warps=choice.step.num_warps,
+            **early,
+        )
+        return
+    prepare_kernel[(rows * layout.geometry.heads // prepared_heads(layout, rows),)](
         plan.stride(0),
         plan,
         ring(form.key_ring),
         rings,
-        strided(inputs[form.key]),
-        strided(inputs[form.query]),
-        tuple(strided(inputs[name]) for name in form.inputs),
+        key,
+        query,
+        others,
         params,
         weights,
         probes,
-        **prepare_constants(layout, tokens, overlap),
-        num_warps=prepare_warps(layout),
+        **prepare_constants(layout, rows, tokens, overlap),
+        num_warps=1,
+        **early,
     )
     launches = [(choice.step, ALL_ROWS.value if choice.flush is None else STEP_ROWS.value)]
     if choice.flush is not None:
@@ -224,9 +268,9 @@ def launch_verify(
             ring(form.key_ring),
             ring(form.write_ring),
             rings,
-            strided(inputs[form.key]),
-            strided(inputs[form.query]),
-            strided(inputs[form.value]),
+            key,
+            query,
+            value,
             params,
             weights,
             probes,
@@ -234,13 +278,8 @@ def launch_verify(
             saturated,
             **verify_constants(layout, tokens, tile, mode, overlap, leads),
             num_warps=tile.num_warps,
-            **({"launch_pdl": True} if overlap else {}),
+            **early,
         )
-
-
-def prepare_warps(layout: StateLayout) -> int:
-    """Warps of a program of the first launch: one holds all scalars of a key head, channels take more registers."""
-    return 4 if layout.recurrence.decay == "channel" else 1
 
 
 @cache

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low
 from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS
@@ -68,6 +68,8 @@ def prepare_kernel(
     | probes   | [B, H, T, 2, N] fp32 | out    | the same; written when CHANNEL                                 |
     """
     if OVERLAP:
+        # once everything earlier has ended, the second launch may start and ask for its states
+        gdc_wait()
         gdc_launch_dependents()
     parts: tl.constexpr = H // HEADS
     b = (tl.program_id(0) // parts).to(tl.int64)
@@ -154,25 +156,30 @@ def head_tokens(
         step = tl.exp(log_step)
         decay *= step
         weight *= step
-        reach = tl.where((i < t)[None, :], reach * step, 1.0)
-        draft_scale = tl.where(i == t, k_scale, draft_scale)
         if T == 1:
             to_q = tl.sum(kept.to(tl.float32) * q[None, :], 1)
-            draft_q = tl.sum(k * q, 0) + tl.zeros([TP], tl.float32)
         else:
-            to_q, draft_q = pick(past_q, t), pick(new_q, t)
+            to_q = pick(past_q, t)
         if folded == 0 or t > 0:
             tl.store(out + j[None, :], weight * (to_q * q_scale)[None, :])
-        drafts = out + (2 if DELTA else 1) * WP + i[None, :]
-        tl.store(drafts, reach * (draft_q * draft_scale * q_scale)[None, :], mask=(i < T)[None, :])
+        drafts = out + (2 if DELTA else 1) * WP
+        if T == 1:
+            tl.store(drafts, tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale))
+        else:
+            # the products with earlier drafts, which decays have weakened since
+            reach = tl.where((i < t)[None, :], reach * step, 1.0)
+            draft_scale = tl.where(i == t, k_scale, draft_scale)
+            to_draft = reach * (pick(new_q, t) * draft_scale * q_scale)[None, :]
+            tl.store(drafts + i[None, :], to_draft, mask=(i < T)[None, :])
         if DELTA:
             if T == 1:
-                to_k, draft_k = tl.sum(kept.to(tl.float32) * k[None, :], 1), draft_q
+                to_k = tl.sum(kept.to(tl.float32) * k[None, :], 1)
             else:
-                to_k, draft_k = pick(past_k, t), pick(new_k, t)
+                to_k = pick(past_k, t)
             tl.store(out + WP + j[None, :], weight * (to_k * k_scale)[None, :])
             if T > 1:
-                tl.store(drafts + T, reach * (draft_k * draft_scale * k_scale)[None, :], mask=(i < T)[None, :])
+                to_draft = reach * (pick(new_k, t) * draft_scale * k_scale)[None, :]
+                tl.store(drafts + T + i[None, :], to_draft, mask=(i < T)[None, :])
         tl.store(out + scalars, decay * q_scale)
         if DELTA:
             tl.store(out + scalars + 1, decay * k_scale)
