@@ -121,7 +121,7 @@ def main() -> int:
         wanted = -(-round(arguments.examples * SHARE[mode] * 1000) // round(total * 1000))
         for part in range(0, wanted, PART):
             jobs.append((recurrence, mode, min(PART, wanted - part), arguments.seed * 1_000_003 + len(jobs)))
-    began, digest = time.monotonic(), source_digest()
+    began, digest, commit = time.monotonic(), source_digest(), git("rev-parse", "--short", "HEAD")
     merged: dict[tuple[str, str], Counts] = {}
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         for number, counts in enumerate(pool.imap_unordered(run_part, jobs), 1):
@@ -140,7 +140,7 @@ def main() -> int:
     result = {
         "conditions": {
             "replayssm": replayssm.__version__,
-            "commit": git("rev-parse", "--short", "HEAD"),
+            "commit": commit,
             "source_sha256": digest,
             "python": platform.python_version(),
             "torch": torch.__version__,
