@@ -14,7 +14,7 @@ from replayssm import ReplayConfig, flow
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry, get
 from replayssm.recurrences.base import tolerance
-from replayssm.state.layout import StateLayout
+from replayssm.state.layout import StateLayout, numbered
 from replayssm.state.pool import LayerState, StatePool
 from replayssm.state.slots import PAD_SLOT
 
@@ -57,7 +57,8 @@ class Case:
 
     def __str__(self) -> str:
         shown = [self.recurrence, f"T{self.verify_len}", f"W{self.window}", self.model_dtype, self.checkpoint_format]
-        shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", "split" if self.choice.flush else "recurrent" if self.choice.recurrent else "fused"]
+        how = "recurrent" if self.choice.recurrent else "split" if self.choice.flush else "fused"
+        shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", how]
         return "-".join([*shown, *(["paged"] if self.paged else [])])
 
 
@@ -80,8 +81,11 @@ def error(out: Tensor, ref: Tensor) -> float:
 
 @contextmanager
 def tiles(choice: Choice) -> Iterator[None]:
-    """Let every verify use `choice`."""
-    with patch("replayssm.kernels.ops.choose", lambda layout, batch, tokens: choice):
+    """Let every verify use `choice`, and the configured window."""
+    configured = patch(
+        "replayssm.kernels.ops.window_in_force", lambda layouts, rows, width: numbered(layouts[0]).config.window
+    )
+    with patch("replayssm.kernels.ops.choose", lambda layout, batch, tokens: choice), configured:
         yield
 
 

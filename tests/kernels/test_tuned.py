@@ -89,8 +89,8 @@ def test_the_tuner_times_only_what_is_right(monkeypatch: pytest.MonkeyPatch) -> 
     wrong, right = Choice(Tile(8)), Choice(Tile(16))
     stock = tune.launch_verify
 
-    def launch(layer, plan, inputs, y, choice):  # type: ignore[no-untyped-def]
-        stock(layer, plan, inputs, y, choice)
+    def launch(layer, plan, inputs, y, choice, *memory):  # type: ignore[no-untyped-def]
+        stock(layer, plan, inputs, y, choice, *memory)
         if choice == wrong:
             y[0] += 0.01
 

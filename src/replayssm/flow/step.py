@@ -178,7 +178,8 @@ def open_step(
         tokens: new tokens of each row, 0..verify_len (any number for prompts). Pending rows that were never
             committed are dropped, as if 0 had been accepted.
         width: padded number of tokens T of the layers' inputs; the largest of `tokens` where the host knows it.
-        window: window in force of each row, 1..config.window; a smaller one flushes earlier.
+        window: window in force of each row, 1..config.window; a smaller one flushes earlier. By default the configured
+            one, or what the kernels' table says of this batch: 1 where replaying does not win.
         forced: flush these rows whatever their length.
         is_prompt: the tokens are a prompt (or a chunk of one): rows are flushed and tokens go to the checkpoint. A row
             without any is treated as padding.
@@ -198,7 +199,8 @@ def open_step(
     counts = per_row(pool, tokens, rows, "tokens", (0, width))
     if is_prompt:  # a row without prompt tokens is left alone like padding: it has no state to take its ring's place
         index = torch.where(on_device(pool, counts) > 0, index, PAD_SLOT)
-    in_force = config.window if window is None else per_row(pool, window, rows, "window in force", (1, config.window))
+    if window is not None:
+        window = per_row(pool, window, rows, "window in force", (1, config.window))
     must: bool | Tensor
     if isinstance(forced, bool):
         must = forced or is_prompt
@@ -208,9 +210,9 @@ def open_step(
             raise ValueError(f"forced must be a bool or {rows} bools, one per row, got {list(must.shape)}")
     kernels = kernels_of(pool)
     if kernels is None:
-        plan = plan_rows(pool, index, counts, width, in_force, must)
+        plan = plan_rows(pool, index, counts, width, config.window if window is None else window, must)
     else:
-        plan = kernels.plan_rows(index, counts, width, in_force, must)
+        plan = kernels.plan_rows(index, counts, width, window, must)
     return Step(plan, width, is_prompt, config.window, pool.ring_rows)
 
 

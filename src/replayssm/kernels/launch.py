@@ -102,7 +102,7 @@ class Sizes:
 
 
 def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Memory between the launches of one verify, fp32: the weights [B, H, T, block], then any probes [B, H, T, 2, N]."""
+    """Memory between the launches of one verify, fp32: weights [B, H, T, block], then any probes [B, H, T, 2, N]."""
     floats = Sizes.of(layout, tokens).block
     if layout.recurrence.decay == "channel":
         floats += 2 * layout.geometry.key_dim
@@ -156,7 +156,8 @@ def verify_constants(
 
 def recurrent_constants(layout: StateLayout, tokens: int, tile: Tile, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments of `recurrent_kernel`."""
-    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, overlap) | prepare_constants(layout, 1, tokens, overlap)
+    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, overlap)
+    given |= prepare_constants(layout, 1, tokens, overlap)
     return {name: given[name] for name in recurrent_kernel.arg_names if name in given}
 
 
@@ -256,9 +257,11 @@ def launch_verify(
     if choice.flush is not None:
         launches.append((choice.flush, FLUSH_ROWS.value))
     for number, (tile, mode) in enumerate(launches):
-        programs = rows * (triton.cdiv(layout.geometry.value_dim, tile.block_p) * layout.geometry.heads // tile.units)
+        units = rows * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, tile.block_p)
+        programs = units // tile.units
         if mode == FLUSH_ROWS.value:
-            programs = min(programs, _processors(y.device) * max(1, FLUSH_WARPS // tile.num_warps))
+            # however few rows are due, their units are spread over the whole GPU
+            programs = min(units, _processors(y.device) * max(1, FLUSH_WARPS // tile.num_warps))
         leads = overlap and number + 1 < len(launches)
         verify_kernel[(programs,)](
             plan.stride(0),

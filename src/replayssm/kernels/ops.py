@@ -14,13 +14,20 @@ from torch import Tensor
 from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
 from replayssm.kernels.launch import launch_verify, workspace
-from replayssm.kernels.tuned import choose
+from replayssm.kernels.tuned import choose, explain
 from replayssm.state.cursor import Cursor
 from replayssm.state.layout import StateLayout, numbered
 from replayssm.state.plan import COLUMNS
 from replayssm.state.pool import LayerState, StatePool
 
 # No `from __future__ import annotations` here: torch reads the operators' schemas from real annotations.
+
+
+def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
+    """The window to decode `rows` rows with: 1 where replaying costs more than it saves, as far as measured."""
+    found = [numbered(layout) for layout in layouts]
+    # a step without tokens, a flush, has nothing to replay
+    return min(explain(each, rows, width).window_in_force if width else each.config.window for each in found)
 
 
 @torch.library.custom_op("replayssm::plan", mutates_args=())
@@ -35,8 +42,14 @@ def plan_op(
     all_forced: bool,
     counters: Sequence[Tensor],
     ring_rows: int,
+    layouts: Sequence[int],
 ) -> Tensor:
-    """The plan [B, columns] of a step. A None stands for the number after it, the same for every row."""
+    """The plan [B, columns] of a step. A None stands for the number after it, the same for every row.
+
+    An `all_window` of 0 stands for what suits layers of these `layouts` at this batch.
+    """
+    if window is None and all_window == 0:
+        all_window = window_in_force(layouts, len(slots), width)
     plan = slots.new_empty(len(slots), len(COLUMNS), dtype=torch.int64)
     cursors.launch_plan(
         plan,
@@ -52,7 +65,7 @@ def plan_op(
 
 
 @plan_op.register_fake
-def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, counters, ring_rows):
+def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, counters, ring_rows, layouts):
     return slots.new_empty(slots.shape[0], len(COLUMNS), dtype=torch.int64)
 
 
@@ -142,17 +155,18 @@ class Kernels:
         self._pool = pool
 
     def plan_rows(
-        self, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor, forced: bool | Tensor
+        self, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor | None, forced: bool | Tensor
     ) -> Tensor:
-        """As `flow.step.plan_rows`."""
+        """As `flow.step.plan_rows`; a `window` of None is the kernels' choice."""
         return plan_op(
             slots,
             *_split(tokens),
             width,
-            *_split(window),
+            *_split(0 if window is None else window),
             *((forced, False) if isinstance(forced, Tensor) else (None, forced)),
             self._counters,
             self._pool.ring_rows,
+            sorted(set(self._pool.layout_numbers)),
         )
 
     def close_step(self, plan: Tensor, *, is_prompt: bool) -> None:

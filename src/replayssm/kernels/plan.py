@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.state.cursor import Cursor
-from replayssm.state.plan import COLUMNS
+from replayssm.state.plan import COLUMN
 
-SLOT, TOKENS, FOLDED, FOLD_START, HISTORY, EMPTY, ORDER, DUE_COUNT, START, POSITION, DUE = map(
-    tl.constexpr, range(len(COLUMNS))
-)
-assert list(COLUMNS) == "slot tokens folded fold_start history empty order due_count start position due".split()
+SLOT, TOKENS, FOLDED, FOLD_START = (tl.constexpr(COLUMN[n]) for n in ("slot", "tokens", "folded", "fold_start"))
+HISTORY, EMPTY, ORDER, DUE_COUNT = (tl.constexpr(COLUMN[n]) for n in ("history", "empty", "order", "due_count"))
+START, POSITION, DUE = (tl.constexpr(COLUMN[n]) for n in ("start", "position", "due"))
 
 # what a step's rows were: a decode step, a prompt, or a flush between steps
 DECODE, PROMPT, FLUSH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

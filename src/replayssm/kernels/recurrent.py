@@ -57,7 +57,7 @@ def recurrent_kernel(
         write_ring = writes[0] + slot * writes[1] + h * writes[3] + p
         everywhere = tl.full([1], True, tl.int1)
         channels = n_mask if CHANNEL else everywhere
-        for record in range(0, folded + history):
+        for record in range(folded + history):
             row = (start + record + tl.arange(0, 1)) % RING_ROWS
             at = (start + record) % RING_ROWS
             key_scale, write_scale = RECORD_SCALES(ring, slot, row, g, h, everywhere)

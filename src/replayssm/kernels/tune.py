@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import product
 from multiprocessing import get_context
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from replayssm import flow
 from replayssm.bench.timing import Timer, rotation, rotation_layers, timer_for
-from replayssm.kernels.launch import Choice, Tile, launch_verify
+from replayssm.kernels.launch import Choice, Tile, launch_verify, workspace
 from replayssm.kernels.tuned import Measured, Shape, heuristic
 from replayssm.state import cursor
 from replayssm.state.layout import StateLayout
@@ -68,13 +67,12 @@ def tune(
     rows = []
     for batch in batches:
         bench = _Bench(layout, batch, tokens, device, timer)
-        times = {choice: bench.us(choice) for choice in right}
+        # record by record is for a window in force of 1: every row folds in every step
+        times = {choice: bench.us(choice, plain=choice.recurrent) for choice in right}
         if not times:
             raise RuntimeError("no candidate is right; run the kernel tests on this machine")
         best = min(times, key=lambda choice: times[choice])
-        # the per-token form writes every state in every step; one window in force less than it would be slower
-        plain = bench.us(best, plain=True)
-        window = layout.config.window if times[best] <= plain else 1
+        window = 1 if best.recurrent else layout.config.window
         for choice, us in sorted(times.items(), key=lambda item: item[1])[:5]:
             log(f"batch {batch} {us:8.2f} us  {choice}")
         rows.append(Measured(Shape.of(layout), batch, tokens, layout.config.window, best, times[best], window))
@@ -82,10 +80,7 @@ def tune(
 
 
 def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
-    """The heuristic's choices, single launches, and pairs of a step and a flush launch that fit the geometry."""
-    geometry = layout.geometry
-    group = math.gcd(geometry.heads // geometry.key_heads, 8)
-    shared = sorted({1, min(2, group), min(4, group), group})
+    """The heuristic's choices, single launches, pairs of a step and a flush launch, and the recurrence as written."""
     seen: set[Choice] = set()
 
     def new(choice: Choice) -> Iterator[Choice]:
@@ -95,25 +90,25 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
 
     for batch in (1, 10**6):
         yield from new(heuristic(layout, batch, tokens)[0])
-    for block_p, warps in product((8, 16, 32), (1, 2, 4)):
+    for block_p, warps in ((8, 1), (16, 1), (16, 2), (32, 2)) if tokens == 1 else ():
         yield from new(Choice(Tile(block_p, 1, warps)))
-    steps = [
-        Tile(p, h, w, 1, s) for (p, w), h, s in product(((16, 1), (32, 1), (32, 2), (64, 2), (64, 4)), shared, (1, 2))
-    ]
-    flushes = [Tile(p, h, w) for (p, w), h in product(((16, 1), (16, 2), (32, 2), (32, 4)), {1, min(4, group)})]
-    first_flush, first_step = flushes[0], steps[0]
+        yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
+    if tokens == 1:
+        steps = [Tile(32, 2, 1), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32, 1, 1), Tile(64, 1, 1), Tile(64, 2, 1)]
+        flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
+    else:
+        steps = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2), Tile(32, 1, 4), Tile(64, 1, 4)]
+        flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
-        yield from new(Choice(step, first_flush))
+        yield from new(Choice(step, flushes[0]))
     for flush in flushes:
-        yield from new(Choice(first_step, flush))
+        yield from new(Choice(steps[0], flush))
 
 
 def _fits(layout: StateLayout, tile: Tile) -> bool:
     geometry = layout.geometry
-    blocks = math.ceil(geometry.value_dim / tile.block_p)
     columns = max(16, 1 << (geometry.value_dim - 1).bit_length())
-    group = geometry.heads // geometry.key_heads
-    return tile.block_p <= columns and group % tile.heads == 0 and blocks % tile.tiles == 0
+    return tile.block_p <= columns and geometry.heads * math.ceil(geometry.value_dim / tile.block_p) % tile.units == 0
 
 
 def _check_all(
@@ -161,7 +156,8 @@ def check(layout: StateLayout, tokens: int, choice: Choice, device: torch.device
         steps = [flow.open_step(pool, CHECKED_ROWS, counts, width=tokens) for pool in pools]
         expected = flow.verify(theirs, 0, steps[0], inputs)
         y = torch.full_like(expected, torch.nan)
-        launch_verify(ours.layers[0], steps[1].plan, inputs, y, choice)
+        work = workspace(layout, rows, tokens, device)
+        launch_verify(ours.layers[0], steps[1].plan, inputs, y, choice, work, ours.cursor.saturated)
         worst = max(worst, _difference(y, expected))
         for pool, step in zip(pools, steps, strict=True):
             flow.close_step(pool, step)
@@ -198,7 +194,10 @@ class _Bench:
                 # no kernel is timed on zeros, nor on decays that would let states grow
                 tensor.fill_(-0.05) if name.endswith("log_decay") else tensor.uniform_(0.01, 0.1)
         geometry = layout.geometry
-        self.y = torch.empty(batch, tokens, geometry.heads, geometry.value_dim, device=device)
+        shape = (batch, tokens, geometry.heads, geometry.value_dim)
+        self.y = torch.empty(shape, dtype=layout.model_dtype, device=device)
+        self.work = workspace(layout, batch, tokens, device)
+        self.saturated = torch.zeros(batch, dtype=torch.int64, device=device)
         lengths = list(range(tokens, layout.config.window + 1, tokens))
         self.cycle = [[lengths[(row + at) % len(lengths)] for row in range(batch)] for at in range(len(lengths))]
         if batch % len(lengths) == 0:
@@ -210,7 +209,9 @@ class _Bench:
         """Microseconds per layer and step, averaged over the cycle; `plain` flushes every row in every step."""
 
         def step_of(plan: Tensor) -> Callable[[int], object]:
-            return lambda layer: launch_verify(self.layers[layer], plan, self.inputs, self.y, choice)
+            return lambda layer: launch_verify(
+                self.layers[layer], plan, self.inputs, self.y, choice, self.work, self.saturated
+            )
 
         steps = [step_of(plan) for plan in ([self.plain] if plain else self.plans)]
         return self.timer.time(*rotation(steps, len(self.layers))).us

@@ -87,7 +87,8 @@ class Measured:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Measured:
         flush = row["choice"]["flush"]
-        choice = Choice(Tile(**row["choice"]["step"]), None if flush is None else Tile(**flush))
+        step, recurrent = Tile(**row["choice"]["step"]), row["choice"]["recurrent"]
+        choice = Choice(step, None if flush is None else Tile(**flush), recurrent)
         return cls(**{**row, "shape": Shape(**row["shape"]), "choice": choice})
 
     def distance(self, batch: int, tokens: int, window: int) -> float:
@@ -118,6 +119,8 @@ class Decision:
     def __str__(self) -> str:
         lines = [f"step   {self.choice.step}"]
         lines.append(f"flush  {self.choice.flush or 'in the same launch'}")
+        if self.choice.recurrent:
+            lines = [f"record by record  {self.choice.step}"]
         lines.append(f"window in force {self.window_in_force}" + ("" if self.us is None else f", {self.us:.1f} us"))
         return "\n".join([*lines, f"because {self.reason}"])
 
@@ -144,15 +147,13 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
         return Decision(row.choice, min(row.window_in_force, window), row.us, reason)
     choice, rule = heuristic(layout, batch, tokens)
     where = f"the table of {gpu}" if gpu else "no GPU, so no table"
-    return Decision(choice, window, None, f"{rule} ({where} has no row of this shape)" if gpu else f"{rule} ({where})")
+    in_force = 1 if choice.recurrent and gpu else window
+    lacking = " has no row of this shape" if gpu else ""
+    return Decision(choice, in_force, None, f"{rule} ({where}{lacking})")
 
 
-FEW_PROGRAMS = 4096
-"""Up to this many programs of one warp the GPU is not full, and a single launch finishes first (an H200: 132 SMs)."""
-
-
-FEW_TOKENS = 4
-"""Up to this many tokens a row, programs that share key products between heads still fit in registers."""
+FEW_UNITS = 1024
+"""Up to this many units of 16 columns (two rows of a large layer) an H200 has less to read than to wait for."""
 
 
 def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str]:
@@ -162,27 +163,27 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     capability; the tests hold them to it.
     """
     geometry, recurrence = layout.geometry, layout.recurrence
-    one = Choice(_fit(layout, 16, 1, 2))
-    if batch * geometry.heads * math.ceil(geometry.value_dim / 16) <= FEW_PROGRAMS:
-        return one, "few rows: one launch of many small programs fills the GPU"
-    if tokens > FEW_TOKENS:
-        return one, "many tokens: small programs, because registers are short"
-    if recurrence.decay == "channel":
-        choice = Choice(_fit(layout, 64, 1, 4), _fit(layout, 16, 1, 2) if tokens == 1 else _fit(layout, 32, 1, 8))
-    elif tokens > 1:
-        choice = Choice(_fit(layout, 16, 4, 2), _fit(layout, 16, 1, 4))
-    else:
-        choice = Choice(_fit(layout, 16 if recurrence.delta_rule else 32, 4, 1), _fit(layout, 16, 4, 2))
-    return choice, "many rows: those that fold get a launch of their own, heads of a group share their key products"
+    channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
+    if tokens > 1:
+        wide = _fit(layout, 64, 8, 4, 3), _fit(layout, 16, 8, 2, 2)
+        step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide
+        return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
+    if batch * geometry.heads * math.ceil(geometry.value_dim / 16) <= FEW_UNITS:
+        if channel:
+            return Choice(_fit(layout, 16, 1, 2), recurrent=True), "few rows with channel decays: record by record"
+        return Choice(_fit(layout, 16, 1, 1)), "few rows: one launch of many small programs over the states"
+    step = _fit(layout, 64, 2, 1) if narrow else _fit(layout, 32, 2, 1)
+    flush = _fit(layout, 32, 8, 4 if channel else 2, 3)
+    return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
 
-def _fit(layout: StateLayout, block_p: int, heads: int, num_warps: int) -> Tile:
+def _fit(layout: StateLayout, block_p: int, units: int, num_warps: int, num_stages: int = 1) -> Tile:
     """The tile, cut to what the geometry has; longer state columns take more warps, so that registers suffice."""
     geometry = layout.geometry
-    group = geometry.heads // geometry.key_heads
-    columns = max(16, 1 << (geometry.value_dim - 1).bit_length())
+    block_p = min(block_p, max(16, 1 << (geometry.value_dim - 1).bit_length()))
     longer = max(1, geometry.key_dim // 128)
-    return Tile(min(block_p, columns), math.gcd(heads, group), num_warps * longer)
+    units = math.gcd(units, geometry.heads * math.ceil(geometry.value_dim / block_p))
+    return Tile(block_p, units, num_warps * longer, num_stages if units > 1 else 1)
 
 
 @cache

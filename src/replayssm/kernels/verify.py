@@ -81,7 +81,8 @@ def verify_kernel(
             verify_units(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, keys,
                 writes, ring, key, query, value, layer_params, weights, probes, y, saturated, H, G, N, P, T,
-                RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
+                RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP,
+                RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
             )  # fmt: skip
         if OVERLAP:
             # whoever waits for this launch counts on the first one having ended as well
