@@ -81,7 +81,7 @@ def draw(layout: StateLayout, rows: int, tokens: int, seed: int) -> dict[str, to
 
 def snapshot(pool: StatePool) -> list[torch.Tensor]:
     counters = [counter for _, counter in pool.cursor.items()]
-    return [t.clone() for t in (*pool.layers[0].tensors.values(), *counters, pool.counts)]
+    return [t.contiguous().clone() for t in (*pool.layers[0].tensors.values(), *counters, pool.counts)]
 
 
 @pytest.mark.parametrize("name", SLICES)
@@ -145,14 +145,19 @@ def test_a_thousand_launches_agree_bit_for_bit(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("name", SLICES)
 @pytest.mark.parametrize("slow", [False, True], ids=["drawn decay", "slow decay"])
-def test_the_state_stays_exact(name: str, slow: bool) -> None:
-    """Relative Frobenius error against fp64 after 4,096 tokens at window 16 (docs/numerics.md)."""
+@pytest.mark.parametrize("window", [16, 1])
+def test_the_state_stays_exact(name: str, slow: bool, window: int) -> None:
+    """Relative Frobenius error against fp64 after 4,096 tokens (docs/numerics.md).
+
+    At a window in force of 1, which small batches may get, every token is rounded: as in an ordinary fp32 recurrence.
+    """
     geometry = Geometry(4, 4 if name == "kda" else 2, 128, 64)
     pool = pool_of(name, 2, ReplayConfig(window=16), geometry=geometry)
     layout, slots = pool.layers[0].layout, torch.arange(2, device="cuda")
     recurrence: Recurrence = layout.recurrence
     params = {field: x.double() for field, x in pool.layers[0].params.items()}
     exact = flow.materialize(pool, 0, [0, 1]).double()
+    ordinary, plain = exact.float(), dict(pool.layers[0].params)
     length = 512
     for part in range(4096 // length):
         inputs = draw(layout, 2, length, part)
@@ -160,16 +165,20 @@ def test_the_state_stays_exact(name: str, slow: bool) -> None:
             decay = inputs["dt" if name == "mamba2" else "log_decay"]
             decay.mul_(1e-3)
         for t in range(length):
-            opened = flow.open_step(pool, slots, 1)
+            opened = flow.open_step(pool, slots, 1, window=window)
             flow.verify(pool, 0, opened, {field: x[:, t : t + 1] for field, x in inputs.items()})
             flow.close_step(pool, opened)
             flow.commit(pool, slots, 1)
         for row in range(2):
             chosen = {field: x[row].double() for field, x in inputs.items()}
             exact[row] = recurrence.recurrent(chosen, params, exact[row], geometry)[1]
+            if window == 1:
+                chosen = {field: x[row].float() for field, x in inputs.items()}
+                ordinary[row] = recurrence.recurrent(chosen, plain, ordinary[row], geometry)[1]
     ours = flow.materialize(pool, 0, [0, 1]).double()
     error = float((ours - exact).norm() / exact.norm())
-    assert error <= 1e-6, f"{error:.1e}"
+    limit = 1e-6 if window > 1 else float((ordinary.double() - exact).norm() / exact.norm())
+    assert error <= limit, f"{error:.1e}, allowed {limit:.1e}"
 
 
 def test_row_order_and_padding_change_no_bit() -> None:

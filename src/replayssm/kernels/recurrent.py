@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from replayssm.kernels.exact import clamp
+from replayssm.kernels.exact import clamp, high_low
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, SLOT, TOKENS
 from replayssm.kernels.verify import unit_columns, zero_units
 
@@ -63,8 +63,9 @@ def recurrent_kernel(
             key_scale, write_scale = RECORD_SCALES(ring, slot, row, g, h, everywhere)
             k = tl.load(key_ring + at * keys[2], mask=n_mask, other=0).to(tl.float32) * key_scale
             u = tl.load(write_ring + at * writes[2], mask=p_mask, other=0).to(tl.float32) * write_scale
-            decay = tl.exp(RECORD_DECAY(ring, layer_params, slot, row, h, n if CHANNEL else 0, channels, N))
-            S = decay[:, None] * S + k[:, None] * u[None, :]
+            # one rounding a record, and none of the decay, which would be the same one every time
+            high, low = high_low(RECORD_DECAY(ring, layer_params, slot, row, h, n if CHANNEL else 0, channels, N))
+            S = high[:, None] * S + (low[:, None] * S + k[:, None] * u[None, :])
         if folded > 0:
             if LIMIT > 0:
                 S = clamp(S, saturated + slot, LIMIT, True)

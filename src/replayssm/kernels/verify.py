@@ -130,6 +130,8 @@ def verify_units(
     state += slot * state_slot
     past_at = writes[0] + slot * writes[1] + ring_rows[:, None] * writes[2]
 
+    if OVERLAP and STAGES > 1:
+        gdc_wait()  # a pipelined loop would load the weights of later units before a wait inside of it
     for unit in tl.range(first, last, num_stages=STAGES):
         h = unit // tiles
         g = h // (H // G)
@@ -149,7 +151,7 @@ def verify_units(
             past_mask &= p_mask[None, :]
         past_from = past_at + h * writes[3] + p[None, :]
         past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
-        if OVERLAP:
+        if OVERLAP and STAGES == 1:
             gdc_wait()
         weight = weights + (b * H + h) * (T * BLOCK)
 
