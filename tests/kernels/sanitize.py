@@ -20,8 +20,9 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 def main(name: str) -> None:
     """One case of each choice."""
-    from replayssm.kernels.launch import Choice, Tile
     from tests.kernels.harness import SPLIT, Case, run
+
+    from replayssm.kernels.launch import Choice, Tile
 
     if not torch.cuda.is_available():
         raise SystemExit("sanitize needs a CUDA device")
