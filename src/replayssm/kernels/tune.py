@@ -155,7 +155,7 @@ def check(layout: StateLayout, tokens: int, choice: Choice, device: torch.device
         counts = [0 if slot < 0 else max(1, tokens - (number + row) % 2) for row, slot in enumerate(CHECKED_ROWS)]
         steps = [flow.open_step(pool, CHECKED_ROWS, counts, width=tokens) for pool in pools]
         expected = flow.verify(theirs, 0, steps[0], inputs)
-        y = torch.full_like(expected, torch.nan)
+        y = torch.full(expected.shape, torch.nan, dtype=expected.dtype, device=device)
         work = workspace(layout, rows, tokens, device)
         launch_verify(ours.layers[0], steps[1].plan, inputs, y, choice, work, ours.cursor.saturated)
         worst = max(worst, _difference(y, expected))

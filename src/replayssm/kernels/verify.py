@@ -49,16 +49,12 @@ def verify_kernel(
     """
     parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H // UNITS
     pid = tl.program_id(0)
-    if LEADS:
-        gdc_launch_dependents()
     if MODE == FLUSH_ROWS:
         # few rows are due in a step, and only the device knows which: a fixed grid walks through them
         units: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H
         due = tl.load(plan + DUE_COUNT).to(tl.int32)
         count = tl.minimum(UNITS, tl.maximum(1, due * units // tl.num_programs(0)))
         chunks = tl.cdiv(units, count)
-        if OVERLAP:
-            gdc_wait()
         for item in range(pid, due * chunks, tl.num_programs(0)):
             b = tl.load(plan + item // chunks * plan_row + ORDER)
             row = plan + b * plan_row
@@ -67,7 +63,7 @@ def verify_kernel(
                 b, first, tl.minimum(first + count, units), tl.load(row + SLOT), tl.load(row + FOLDED), row, state,
                 state_slot, keys, writes,
                 ring, key, query, value, layer_params, weights, probes, y, saturated, H, G, N, P, T, RING_ROWS, NP,
-                TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, RECORD_SCALES,
+                TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES,
                 RECORD_DECAY, TOKEN_SKIP,
             )  # fmt: skip
     else:
@@ -81,12 +77,22 @@ def verify_kernel(
             verify_units(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, keys,
                 writes, ring, key, query, value, layer_params, weights, probes, y, saturated, H, G, N, P, T,
-                RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP,
+                RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP, LEADS,
                 RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
             )  # fmt: skip
-        if OVERLAP:
-            # whoever waits for this launch counts on the first one having ended as well
-            gdc_wait()
+        first_launch_done(OVERLAP, LEADS)  # also where nothing needed it
+    if MODE == FLUSH_ROWS and OVERLAP:
+        # whoever waits for this launch counts on the one before it having ended as well
+        gdc_wait()
+
+
+@triton.jit
+def first_launch_done(OVERLAP: tl.constexpr, LEADS: tl.constexpr):
+    """Wait for the weights; then the flush launch, which works on other rows, may start beside this one."""
+    if OVERLAP:
+        gdc_wait()
+    if LEADS:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def verify_units(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to."""
@@ -130,8 +136,8 @@ def verify_units(
     state += slot * state_slot
     past_at = writes[0] + slot * writes[1] + ring_rows[:, None] * writes[2]
 
-    if OVERLAP and STAGES > 1:
-        gdc_wait()  # a pipelined loop would load the weights of later units before a wait inside of it
+    if STAGES > 1:
+        first_launch_done(OVERLAP, LEADS)  # a pipelined loop would load later units' weights before a wait inside of it
     for unit in tl.range(first, last, num_stages=STAGES):
         h = unit // tiles
         g = h // (H // G)
@@ -151,8 +157,8 @@ def verify_units(
             past_mask &= p_mask[None, :]
         past_from = past_at + h * writes[3] + p[None, :]
         past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
-        if OVERLAP and STAGES == 1:
-            gdc_wait()
+        if STAGES == 1:
+            first_launch_done(OVERLAP, LEADS)
         weight = weights + (b * H + h) * (T * BLOCK)
 
         if MODE == FLUSH_ROWS or (MODE == ALL_ROWS and folded > 0):
