@@ -148,7 +148,7 @@ class Run:
         if known is not None:  # from --baselines
             return
         for peer in self.peers:
-            if peer.what == what and self.options.peer in peer.name:
+            if peer.what == what and any(part in peer.name for part in self.options.peer or [""]):
                 self.require_time()
                 self.session.measure(peer, case)
         self._done.add(case)
@@ -205,7 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", action="append", choices=list(STAGES), help="only these stages, in the order given")
     parser.add_argument("--geometry", action="append", help="only these geometries of the stages")
     parser.add_argument("--batch", action="append", type=int, help="only these batches of the stages")
-    parser.add_argument("--peer", default="", help="only peers whose name contains this")
+    parser.add_argument("--peer", action="append", help="only peers whose name contains this, or another that is given")
     parser.add_argument("--backend", default="triton", help='our back end, "triton" or "torch"; "none" for peers only')
     parser.add_argument(
         "--option", action="append", default=[], help="a ReplayConfig field for our variant: name=value"
