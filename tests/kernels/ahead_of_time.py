@@ -33,8 +33,8 @@ MORE = {
 }
 
 
-def layout_of(name: str, geometry: Geometry, tokens: int, dtype: torch.dtype = torch.bfloat16) -> StateLayout:
-    return StateLayout(get(name), geometry, ReplayConfig(16, tokens), dtype)
+def layout_of(name: str, geometry: Geometry, tokens: int, checkpoint_format: str = "fp32") -> StateLayout:
+    return StateLayout(get(name), geometry, ReplayConfig(16, tokens, checkpoint_format), torch.bfloat16)
 
 
 def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
@@ -44,6 +44,9 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
             layout = layout_of(name, geometry, tokens)
             yield f"{name} T={tokens} batch {batch}", layout, tokens, heuristic(layout, batch, tokens)[0]
     if capability == 90:
+        for name, geometry in GEOMETRIES.items():
+            layout = layout_of(name, geometry, 1, "bf16")
+            yield f"{name} bf16 batch 256", layout, 1, heuristic(layout, 256, 1)[0]
         for title, (name, geometry) in MORE.items():
             layout = layout_of(name, geometry, 1)
             yield title, layout, 1, heuristic(layout, 256, 1)[0]

@@ -23,10 +23,12 @@ class View:
     Args:
         steps: launched in turn, each on the next layer of the rotation; their mean is reported.
         bytes: what one launch must move, on average over the steps.
+        window: window in force, where the candidate chose another than the case's.
     """
 
     steps: Sequence[Step]
     bytes: float
+    window: int | None = None
 
 
 class Prepared(Protocol):

@@ -124,6 +124,13 @@ class PreparedReplay:
         self.slots = [self.pool.acquire() for _ in range(case.batch)]
         self._slots = torch.tensor(self.slots, device=device)
         self._filled = False
+        if self.pool.backend == "triton":
+            # the cycle to time is the one that rows go through: short where the kernels' table says so
+            from replayssm.kernels.ops import window_in_force
+
+            in_force = window_in_force(sorted(set(self.pool.layout_numbers)), case.batch, case.verify_len)
+            self.case = case.with_(window=min(case.window, in_force))
+        self._window = None if self.case.window == case.window else self.case.window
 
     # ---- what is right
 
@@ -193,7 +200,7 @@ class PreparedReplay:
         aligned = [self._at([phase] * self.case.batch) for phase in cycle]
 
         def view(steps: Sequence[Step], phases: Sequence[Phase]) -> View:
-            return View([self._launch(step, config) for step in steps], self._bytes(phases))
+            return View([self._launch(step, config) for step in steps], self._bytes(phases), self._window)
 
         views = {"cycle": view(aligned, cycle)}
         if len(cycle) > 1:

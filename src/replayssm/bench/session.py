@@ -103,6 +103,8 @@ class Session:
                 timing = self.timer.time(*rotation(view.steps, prepared.layers))
                 row = self._row(candidate.what, candidate.name, candidate.version, case, name, timing, view.bytes)
                 row = replace(row, config=dict(config), y_error=errors.y, state_error=errors.state)
+                if view.window is not None:
+                    row = replace(row, detail={"window_in_force": float(view.window)})
                 found.append(self._add(row))
         return found
 

@@ -172,7 +172,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         if channel:
             return Choice(_fit(layout, 16, 1, 2), recurrent=True), "few rows with channel decays: record by record"
         return Choice(_fit(layout, 16, 1, 1)), "few rows: one launch of many small programs over the states"
-    step = _fit(layout, 64, 2, 1) if narrow else _fit(layout, 32, 2, 1)
+    step = _fit(layout, 64, 1, 1) if narrow and not recurrence.delta_rule else _fit(layout, 32, 2, 1)
     flush = _fit(layout, 32, 8, 4 if channel else 2, 3)
     return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
