@@ -118,6 +118,11 @@ def prepared_heads(layout: StateLayout, rows: int) -> int:
     return heads
 
 
+def prepared_programs(layout: StateLayout, rows: int) -> int:
+    """Programs of the first launch."""
+    return rows * layout.geometry.heads // prepared_heads(layout, rows)
+
+
 def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments of `prepare_kernel`."""
     form, sizes = form_of(layout.recurrence), Sizes.of(layout, tokens)
@@ -201,88 +206,68 @@ def launch_verify(
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
-    sizes = Sizes.of(layout, tokens)
     overlap = _overlaps(y.device)
     early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    weights, probes = work, work[rows * layout.geometry.heads * tokens * sizes.block :]
-    state = layer.tensors["checkpoint"]
 
     def strided(tensor: Tensor) -> tuple[Tensor, int, int]:
         return tensor, tensor.stride(0), tensor.stride(1)
+
+    given = layer_arguments(layer, plan) | {
+        "key": strided(inputs[form.key]),
+        "query": strided(inputs[form.query]),
+        "value": strided(inputs[form.value]),
+        "inputs": tuple(strided(inputs[name]) for name in form.inputs),
+        "weights": work,
+        "probes": work[rows * layout.geometry.heads * tokens * Sizes.of(layout, tokens).block :],
+        "y": strided(y),
+        "saturated": saturated,
+    }
+
+    def units_of(tile: Tile) -> int:
+        return rows * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, tile.block_p)
+
+    if choice.recurrent:
+        tile, constants = choice.step, recurrent_constants(layout, tokens, choice.step, overlap)
+        run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
+        return
+    programs, constants = prepared_programs(layout, rows), prepare_constants(layout, rows, tokens, overlap)
+    run(prepare_kernel, programs, given, constants, num_warps=1, **early)
+    mode = ALL_ROWS if choice.flush is None else STEP_ROWS
+    constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
+    programs = units_of(choice.step) // choice.step.units
+    run(verify_kernel, programs, given, constants, num_warps=choice.step.num_warps, **early)
+    if choice.flush is not None:
+        # however few rows are due, their units are spread over the whole GPU
+        warps = choice.flush.num_warps
+        programs = min(units_of(choice.flush), _processors(y.device) * max(1, FLUSH_WARPS // warps))
+        constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
+        run(verify_kernel, programs, given, constants, num_warps=warps, **early)
+
+
+def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
+    """What every template takes of a plan and a layer, by argument."""
+    form, state = form_of(layer.layout.recurrence), layer.tensors["checkpoint"]
 
     def ring(name: str) -> tuple[Tensor, int, int, int]:
         tensor = layer.tensors[f"ring.{name}"]
         return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
-    key, query, value = (strided(inputs[name]) for name in (form.key, form.query, form.value))
-    others = tuple(strided(inputs[name]) for name in form.inputs)
-    rings, params = tuple(ring(name) for name in form.ring), tuple(layer.params[name] for name in form.params)
-    if choice.recurrent:
-        recurrent_kernel[(rows * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, choice.step.block_p),)](
-            plan.stride(0),
-            plan,
-            state,
-            state.stride(0),
-            ring(form.key_ring),
-            ring(form.write_ring),
-            rings,
-            key,
-            query,
-            value,
-            others,
-            params,
-            strided(y),
-            saturated,
-            **recurrent_constants(layout, tokens, choice.step, overlap),
-            num_warps=choice.step.num_warps,
-            **early,
-        )
-        return
-    prepare_kernel[(rows * layout.geometry.heads // prepared_heads(layout, rows),)](
-        plan.stride(0),
-        plan,
-        ring(form.key_ring),
-        rings,
-        key,
-        query,
-        others,
-        params,
-        weights,
-        probes,
-        **prepare_constants(layout, rows, tokens, overlap),
-        num_warps=1,
-        **early,
-    )
-    launches = [(choice.step, ALL_ROWS.value if choice.flush is None else STEP_ROWS.value)]
-    if choice.flush is not None:
-        launches.append((choice.flush, FLUSH_ROWS.value))
-    for number, (tile, mode) in enumerate(launches):
-        units = rows * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, tile.block_p)
-        programs = units // tile.units
-        if mode == FLUSH_ROWS.value:
-            # however few rows are due, their units are spread over the whole GPU
-            programs = min(units, _processors(y.device) * max(1, FLUSH_WARPS // tile.num_warps))
-        leads = overlap and number + 1 < len(launches)
-        verify_kernel[(programs,)](
-            plan.stride(0),
-            plan,
-            state,
-            state.stride(0),
-            ring(form.key_ring),
-            ring(form.write_ring),
-            rings,
-            key,
-            query,
-            value,
-            params,
-            weights,
-            probes,
-            strided(y),
-            saturated,
-            **verify_constants(layout, tokens, tile, mode, overlap, leads),
-            num_warps=tile.num_warps,
-            **early,
-        )
+    return {
+        "plan_row": plan.stride(0),
+        "plan": plan,
+        "state": state,
+        "state_slot": state.stride(0),
+        "keys": ring(form.key_ring),
+        "writes": ring(form.write_ring),
+        "ring": tuple(ring(name) for name in form.ring),
+        "layer_params": tuple(layer.params[name] for name in form.params),
+    }
+
+
+def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping[str, Any], **options: Any) -> None:
+    """Launch a kernel with those of the `given` arguments that it has."""
+    chosen = {name: given[name] for name in kernel.arg_names if name not in constants}
+    kernel[(programs,)](**chosen, **constants, **options)
 
 
 @cache

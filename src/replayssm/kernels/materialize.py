@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, head_weights, high_low
-from replayssm.kernels.launch import form_of
+from replayssm.kernels.launch import form_of, layer_arguments, run
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, SLOT
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState
@@ -131,30 +131,16 @@ def _launch(
 ) -> None:
     if not len(plan):
         return
-    layout, state = layer.layout, layer.tensors["checkpoint"]
-    form = form_of(layout.recurrence)
-
-    def ring(name: str) -> tuple[Tensor, int, int, int]:
-        tensor = layer.tensors[f"ring.{name}"]
-        return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-    tiles = triton.cdiv(layout.geometry.value_dim, BLOCK_P)
-    materialize_kernel[(len(plan) * layout.geometry.heads * tiles,)](
-        plan.stride(0),
-        plan,
-        state,
-        state.stride(0),
-        ring(form.key_ring),
-        ring(form.write_ring),
-        tuple(ring(name) for name in form.ring),
-        tuple(layer.params[name] for name in form.params),
-        out,
-        out.stride(0),
-        (plan, 0) if targets is None else (targets, targets.stride(0)),
-        plan if saturated is None else saturated,
-        **constants(layout, out.dtype, into_slots=targets is not None, only_due=only_due),
-        num_warps=NUM_WARPS,
-    )
+    layout = layer.layout
+    given = layer_arguments(layer, plan) | {
+        "out": out,
+        "out_row": out.stride(0),
+        "targets": (plan, 0) if targets is None else (targets, targets.stride(0)),
+        "saturated": plan if saturated is None else saturated,
+    }
+    programs = len(plan) * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, BLOCK_P)
+    compiled_for = constants(layout, out.dtype, into_slots=targets is not None, only_due=only_due)
+    run(materialize_kernel, programs, given, compiled_for, num_warps=NUM_WARPS)
 
 
 def constants(layout: StateLayout, dtype: torch.dtype, *, into_slots: bool, only_due: bool) -> dict[str, object]:
