@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from replayssm import ReplayConfig
 from replayssm.bench.timing import WallTimer
-from replayssm.kernels import tune, tune_cli, tuned
+from replayssm.kernels import ops, tune, tune_cli, tuned
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry, get
-from replayssm.state.layout import StateLayout
+from replayssm.state.layout import StateLayout, number_of
 
-from .harness import DEVICE
+from .harness import DEVICE, Case, Twins
 
 GPU = "Some GPU 9000"
 LAYOUT = StateLayout(get("gdn"), Geometry(64, 16, 128, 128), ReplayConfig(16, 4), torch.bfloat16)
@@ -105,3 +105,22 @@ def test_the_tuner_times_only_what_is_right(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_needs_a_gpu() -> None:
     result = CliRunner().invoke(tune_cli.app, ["qwen3.5-122b-a10b"])
     assert result.exit_code == 2 and "tune needs a CUDA GPU" in result.output
+
+
+def test_a_larger_window_than_the_measured_one_stays_in_force(table: Path) -> None:
+    tuned.save(table, (measured(64, 1, SPLIT),), {})
+    wide = replace(LAYOUT, config=replace(LAYOUT.config, window=32))
+    assert tuned.decide(wide, 64, 1, GPU).window_in_force == 32
+    tuned.save(table, (replace(measured(64, 1, SPLIT), window_in_force=1),), {})
+    assert tuned.decide(wide, 64, 1, GPU).window_in_force == 1
+
+
+def test_an_empty_batch_needs_no_decision(table: Path) -> None:
+    tuned.save(table, (measured(64, 1, SPLIT),), {})
+    assert ops.window_in_force([number_of(LAYOUT)], 0, 1) == LAYOUT.config.window
+
+
+def test_a_tile_that_leaves_units_out_is_refused() -> None:
+    twins = Twins(Case("gdn", choice=Choice(Tile(16, units=3))))
+    with pytest.raises(ValueError, match="does not divide the 2 units of a row"):
+        twins.step([1, 1, 1, 1], [1, 1, 1, 1])

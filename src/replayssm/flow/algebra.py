@@ -11,14 +11,18 @@ from torch import Tensor
 
 from replayssm.recurrences.base import Geometry
 
+SMALLEST_LOG = -1e4
+"""exp of less is zero in fp64 with room to spare."""
+
 
 def path_sums(log_decay: Tensor) -> Tensor:
     """Running sums G [B, R, H, C] of log_decay, in fp64.
 
     A strong decay early in the window makes G large; in fp32 a later difference G_t - G_j would carry its absolute
-    rounding error (6e-6 at G = -100), which exp turns into a relative one.
+    rounding error (6e-6 at G = -100), which exp turns into a relative one. A decay of zero, whose logarithm is -inf,
+    counts as one that exp still takes to zero: the difference of two infinities would be NaN.
     """
-    return log_decay.double().cumsum(1)
+    return log_decay.double().clamp(min=SMALLEST_LOG).cumsum(1)
 
 
 def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor) -> Tensor:

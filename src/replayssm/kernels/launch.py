@@ -203,9 +203,14 @@ def launch_verify(
         choice: tiles of the launches.
         work: from `workspace`.
         saturated: int64 [slots], counts clamped elements of 16-bit checkpoints.
+
+    Raises:
+        ValueError: a tile does not divide the layer.
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
+    if not rows:
+        return
     overlap = _overlaps(y.device)
     early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
 
@@ -224,7 +229,10 @@ def launch_verify(
     }
 
     def units_of(tile: Tile) -> int:
-        return rows * layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, tile.block_p)
+        units: int = layout.geometry.heads * triton.cdiv(layout.geometry.value_dim, tile.block_p)
+        if units % tile.units:
+            raise ValueError(f"{tile} does not divide the {units} units of a row; tune again, or mend the table")
+        return rows * units
 
     if choice.recurrent:
         tile, constants = choice.step, recurrent_constants(layout, tokens, choice.step, overlap)

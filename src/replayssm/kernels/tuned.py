@@ -144,7 +144,9 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
     if rows:
         row = min(rows, key=lambda row: row.distance(batch, tokens, window))
         reason = f"it was the fastest measured on {gpu} at batch {row.batch}, {row.tokens} tokens, window {row.window}"
-        return Decision(row.choice, min(row.window_in_force, window), row.us, reason)
+        # a window of 1 was measured to win; the window of the row is only the one that it was measured with
+        in_force = window if row.window_in_force == row.window else min(row.window_in_force, window)
+        return Decision(row.choice, in_force, row.us, reason)
     choice, rule = heuristic(layout, batch, tokens)
     where = f"the table of {gpu}" if gpu else "no GPU, so no table"
     in_force = 1 if choice.recurrent and gpu else window
