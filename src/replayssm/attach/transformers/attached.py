@@ -20,12 +20,11 @@ from replayssm.attach.transformers.find import RecurrentLayer, dtype_of, find_la
 from replayssm.attach.transformers.layers import admit, is_plain_and_empty
 from replayssm.attach.transformers.rebind import cache_argument, rebound_forward
 from replayssm.attach.transformers.sequences import Holding, Sequences
+from replayssm.attach.transformers.speculation import MARK, Speculation, rolling_back
 from replayssm.config import ReplayConfig
 from replayssm.state.formats import FORMATS
 from replayssm.state.layout import StateLayout, Tally, Traffic
 from replayssm.state.pool import LayerState, SaturationWarning, StatePool, saturation_message
-
-MARK = "_replayssm_attached"
 
 
 class Attached:
@@ -43,6 +42,7 @@ class Attached:
         self.layers = layers
         self.active = True
         self._hooks: list[RemovableHandle] = []
+        self._speculation = Speculation(self)
         self._caches: weakref.WeakSet[Sequences] = weakref.WeakSet()
         self._clamped: list[Tensor] = []
         # counts per layouts and device: caches of one model may differ in dtype, and outlive each other
@@ -77,8 +77,9 @@ class Attached:
         """A table of the recurrent layers: equal ones share a line; bytes are those of one slot and layer."""
         head = ["layers", "recurrence", "heads", "key heads", "key dim", "value dim", "conv"]
         head += ["checkpoint B", "read copy B", "ring B", "carry B"]
+        layouts = self._layouts(dtype_of(self.layers[0].mixer), self.config)
         groups: dict[StateLayout, list[int]] = {}
-        for layer, layout in zip(self.layers, self._layouts(dtype_of(self.layers[0].mixer)), strict=True):
+        for layer, layout in zip(self.layers, layouts, strict=True):
             groups.setdefault(layout, []).append(layer.index)
         rows = [head]
         for layout, indices in groups.items():
@@ -102,6 +103,7 @@ class Attached:
             del layer.mixer.__dict__["forward"]
         for hook in self._hooks:
             hook.remove()
+        self._speculation.remove()
         del self.model.__dict__[MARK]
         _drop_leftovers(self.model)
 
@@ -124,9 +126,9 @@ class Attached:
         if clamped:
             warnings.warn(saturation_message(self.config, clamped), SaturationWarning, stacklevel=3)
 
-    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device) -> StatePool:
-        """A pool for one cache, with the weights as they are now."""
-        layouts = self._layouts(dtype)
+    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device, *, rollback: bool = False) -> StatePool:
+        """A pool for one cache, with the weights as they are now; `rollback` as in `Sequences`."""
+        layouts = self._layouts(dtype, rolling_back(self.config) if rollback else self.config)
         tally = self._tallies.get((layouts, device))
         if tally is None:
             tally = self._tallies[layouts, device] = torch.zeros(5, dtype=torch.int64, device=device)
@@ -136,8 +138,8 @@ class Attached:
         ]
         return StatePool(states, tally)
 
-    def _layouts(self, dtype: torch.dtype) -> tuple[StateLayout, ...]:
-        return tuple(StateLayout(layer.recurrence, layer.geometry, self.config, dtype) for layer in self.layers)
+    def _layouts(self, dtype: torch.dtype, config: ReplayConfig) -> tuple[StateLayout, ...]:
+        return tuple(StateLayout(layer.recurrence, layer.geometry, config, dtype) for layer in self.layers)
 
     # ---- for the mixers
 
@@ -152,6 +154,7 @@ class Attached:
             blocks, number = re.split(r"\.(\d+)\.", first.name, maxsplit=1)[:2]
             before = self.model.get_submodule(f"{blocks}.{int(number) - first.index}")
             self._hooks.append(before.register_forward_pre_hook(self._check_early, with_kwargs=True))
+        self._speculation.install()
         self.model.__dict__[MARK] = self
         _drop_leftovers(self.model)
 

@@ -52,7 +52,9 @@ class ReplayedLayer:
         return recurrent_states
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: the last step's tokens can always be taken back."""
+        """transformers will crop the cache."""
+        if self.ordinal == 0:
+            self.sequences.allow_rollback()
 
     def crop(self, tokens_to_remove: int) -> None:
         if self.ordinal == 0:
@@ -128,7 +130,7 @@ def admit(attached: Attached, cache: Cache, rows: int) -> Sequences:
         raise ValueError("this cache is incomplete: only some of its recurrent layers have a state")
     if states[0] is not None and states[0]["conv"].shape[0] != rows:
         raise ValueError(f"this cache holds {states[0]['conv'].shape[0]} sequences, but the forward has {rows} rows")
-    sequences = Sequences(attached)
+    sequences = Sequences(attached, rollback=any(stock.record_past for stock in held))
     if states[0] is not None:
         sequences.take_over([state for state in states if state is not None])
     for ordinal, (layer, stock) in enumerate(zip(attached.layers, held, strict=True)):

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 
@@ -82,15 +83,39 @@ def _core(core: Core, original: Callable[..., Any]) -> Callable[..., Any]:
         if handle is None:
             return original(*args, **kwargs)
         sequences, ordinal = handle.sequences, handle.ordinal
-        if sequences.is_prompt:
+
+        def scan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             state = sequences.state_before(ordinal)
             args = tuple(state if x is handle else x for x in args)
-            kwargs = {name: state if x is handle else x for name, x in kwargs.items()}
-            return original(*args, **kwargs)
-        y = sequences.verify(ordinal, core.inputs(sequences.layers[ordinal].geometry, *args, **kwargs))
-        return core.result(y.contiguous(), handle, *args, **kwargs)
+            return original(*args, **{name: state if x is handle else x for name, x in kwargs.items()})
+
+        def replay(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            y = sequences.verify(ordinal, core.inputs(sequences.layers[ordinal].geometry, *args, **kwargs))
+            return core.result(y.contiguous(), handle, *args, **kwargs)
+
+        before, after = sequences.split
+        if not after:
+            return scan(args, kwargs)
+        if not before:
+            return replay(args, kwargs)
+        tokens = before + after
+        y, state = scan(*_tokens_of(args, kwargs, tokens, slice(before)))
+        sequences.load(ordinal, state)
+        tail, state = replay(*_tokens_of(args, kwargs, tokens, slice(before, tokens)))
+        return torch.cat([y, tail.to(y.dtype)], 1), state
 
     return advance
+
+
+def _tokens_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, part: slice
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A core's arguments for some of the forward's tokens: those with a row per token are [B, tokens, ...]."""
+
+    def cut(x: Any) -> Any:
+        return x[:, part] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == tokens else x
+
+    return tuple(map(cut, args)), {name: cut(x) for name, x in kwargs.items()}
 
 
 def _handle_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StateHandle | None:

@@ -4,7 +4,8 @@ Row i of the cache's batch is slot i of a pool that only this cache uses. The po
 as long as the `generate` call that made it unless somebody keeps the cache.
 
 A forward opens a step at the first recurrent layer and closes it after the last. Its tokens stay pending until the
-next forward, so that `crop` can still take some back.
+next forward, so that `crop` can still take some back. A cache that transformers will crop more than that (assisted
+generation) keeps the last tokens of a prompt in the ring as well, and folds nothing between two crops.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from replayssm import flow
+from replayssm.attach.transformers.speculation import certain_window
 from replayssm.flow.prefill import state_before
 from replayssm.recurrences.base import Tensors
 from replayssm.state.pool import StatePool
@@ -49,10 +51,12 @@ class Sequences:
 
     Args:
         attached: the model that the cache belongs to.
+        rollback: whether tokens will be taken back again and again, as `speculation` describes.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, rollback: bool = False) -> None:
         self.attached = attached
+        self.rollback = rollback
         self.layers = attached.layers
         self.holding = Holding()
         self.rows: Tensor | None = None
@@ -63,6 +67,10 @@ class Sequences:
         self.pending = 0
         """Tokens of the last step that a crop can still take back."""
         self.step: flow.Step | None = None
+        self.prompt: flow.Step | None = None
+        """Where `step` goes to the ring: the part of the forward before it, which goes to the checkpoint."""
+        self.certain = True
+        """Whether every committed record is there to stay: after a crop, until the next forward."""
         self.done = 0
         """Recurrent layers that the open step has run."""
         self.advanced = False
@@ -107,12 +115,12 @@ class Sequences:
             assert self.step is not None
             flow.close_step(self.pool, self.step)
             self.pending = 0 if self.step.is_prompt else self.step.width
-            self.step = None
+            self.step = self.prompt = None
             self.has_state[0] = True
 
     def fail(self, reason: str) -> None:
         """A forward stopped half-way: some layers have advanced and others not."""
-        self.failure, self.step = reason, None
+        self.failure, self.step, self.prompt = reason, None, None
         if self.holding.pool is not None:
             self.pool.slots.mark_broken(self.pool.slots.live, reason)
 
@@ -123,10 +131,23 @@ class Sequences:
             self.accept(self.pending)
         else:
             self.take_slots(batch, activation_dtype(hidden), hidden.device)
-        is_prompt = not self.has_state[0] or tokens > self.pool.config.verify_len
         assert self.rows is not None
-        self.step = flow.open_step(self.pool, self.rows, tokens, is_prompt=is_prompt)
         self.done = 0
+        if not self.rollback:
+            is_prompt = not self.has_state[0] or tokens > self.pool.config.verify_len
+            self.step = flow.open_step(self.pool, self.rows, tokens, is_prompt=is_prompt)
+            return
+        self.has_state[0] = True  # the mixers then hand over the state, though it is empty, and we split the forward
+        kept = min(tokens, self.pool.config.verify_len)
+        if tokens > kept:
+            self.prompt = flow.open_step(self.pool, self.rows, tokens - kept, is_prompt=True)
+            # the layers read the plan only; settled here, the cursor is what the second step starts from
+            flow.close_step(self.pool, self.prompt)
+            self.certain = True
+        config = self.attached.config
+        window = certain_window(config) if self.certain else self.pool.config.window
+        self.step = flow.open_step(self.pool, self.rows, kept, window=window)
+        self.certain = False
 
     def require_usable(self) -> None:
         """RuntimeError unless every layer is at the same token and the model is attached."""
@@ -159,23 +180,26 @@ class Sequences:
         if not fits or self.pool.layers[0].layout.model_dtype != dtype:
             # tensors born in inference mode could not be written to outside of it, where the cache may be continued
             with torch.inference_mode(False):
-                self.holding.pool = self.attached.allocate(batch, dtype, device)
+                self.holding.pool = self.attached.allocate(batch, dtype, device, rollback=self.rollback)
                 self.rows = torch.arange(batch, device=device)
         for slot in range(batch):
             if slot in self.pool.slots.live:
                 self.pool.reset(slot)
             else:
                 self.pool.acquire(slot)
-        self.failure, self.pending = None, 0
+        self.failure, self.pending, self.certain = None, 0, True
 
     # ---- one layer of the open step
 
     def extend_conv(self, ordinal: int, x: Tensor) -> Tensor:
         """Raw conv inputs [B, channels, T] of the step, behind those before them; kept as the slot's carry."""
-        step = self._running()
-        raw = x.transpose(1, 2)
-        window = flow.conv_window(self.pool, ordinal, step) if self.has_state[0] else raw[:, :0]
-        flow.conv_append(self.pool, ordinal, step, raw)
+        raw, at = x.transpose(1, 2), 0
+        first = self.prompt or self._running()
+        window = flow.conv_window(self.pool, ordinal, first) if self.has_state[0] else raw[:, :0]
+        for step in (self.prompt, self._running()):
+            if step is not None:
+                flow.conv_append(self.pool, ordinal, step, raw[:, at : at + step.width])
+                at += step.width
         return torch.cat([window, raw], 1).transpose(1, 2)
 
     def verify(self, ordinal: int, inputs: Tensors) -> Tensor:
@@ -191,17 +215,24 @@ class Sequences:
     def state_before(self, ordinal: int) -> Tensor:
         """The state before a prompt's next chunk, in the model's own layout."""
         with exactly(self.pool.device):
-            return self.layers[ordinal].binding.to_model(state_before(self.pool, ordinal, self._running()))
+            return self.layers[ordinal].binding.to_model(state_before(self.pool, ordinal, self._prompt()))
 
     def load(self, ordinal: int, state: Tensor) -> None:
         """Take the state that the model's own scan computed over a prompt or its next chunk."""
         self.advanced = True
-        flow.load(self.pool, ordinal, self._running(), self.layers[ordinal].binding.from_model(state))
+        flow.load(self.pool, ordinal, self._prompt(), self.layers[ordinal].binding.from_model(state))
 
     @property
-    def is_prompt(self) -> bool:
-        """Whether the open step's tokens go into the checkpoint."""
-        return self._running().is_prompt
+    def split(self) -> tuple[int, int]:
+        """Tokens of the open forward that go into the checkpoint, and those after them that go to the ring."""
+        step = self._running()
+        if step.is_prompt:
+            return step.width, 0
+        return 0 if self.prompt is None else self.prompt.width, step.width
+
+    def _prompt(self) -> flow.Step:
+        step = self._running()
+        return step if self.prompt is None else self.prompt
 
     def _running(self) -> flow.Step:
         if self.step is None:
@@ -246,6 +277,7 @@ class Sequences:
         if behind:
             self.pool.cursor.length -= behind
             self.pool.cursor.position -= behind
+        self.certain = True
 
     def reorder(self, index: Tensor) -> None:
         """Row i continues what row index[i] holds, pending tokens included; rows may be repeated or dropped."""
@@ -268,17 +300,17 @@ class Sequences:
     def reset(self) -> None:
         """Forget everything and release the slots. The memory stays with the cache for its next use."""
         self.has_state[0] = False
-        self.pending, self.step, self.failure = 0, None, None
+        self.pending, self.step, self.prompt, self.failure = 0, None, None, None
         if self.holding.pool is not None:
             for slot in sorted(self.pool.slots.live):
                 self.pool.release(slot)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequences:
         self.require_usable()
-        twin = Sequences(self.attached)
+        twin = Sequences(self.attached, self.rollback)
         memo[id(self)] = twin
         twin.has_state = copy.deepcopy(self.has_state, memo)
-        twin.pending = self.pending
+        twin.pending, twin.certain = self.pending, self.certain
         if self.has_state[0]:
             assert self.rows is not None
             twin.holding.pool = self.pool
@@ -294,14 +326,36 @@ class Sequences:
             states: per recurrent layer, "conv" [B, channels, conv_width] (raw inputs, newest last, in the model's
                 dtype) and "recurrent" in the model's layout.
         """
-        conv = states[0]["conv"]
-        self.take_slots(conv.shape[0], conv.dtype, conv.device)
+        conv = [state["conv"].detach().transpose(1, 2) for state in states]
+        both = zip(self.layers, states, strict=True)
+        self._fill(conv, [layer.binding.from_model(state["recurrent"].detach()) for layer, state in both])
+
+    def allow_rollback(self) -> None:
+        """Tokens will be taken back from now on: what the sequences hold moves into slots with a longer ring."""
+        if self.rollback:
+            return
+        self.require_usable()
+        self.rollback = True
+        pool, rows = self.holding.pool, self.rows
+        self.holding.pool = None
+        if pool is None or rows is None or not self.has_state[0]:
+            return
+        flow.commit(pool, rows, self.pending)
+        # opening a step changes nothing, and says where the convolution's inputs lie
+        step, layers = flow.open_step(pool, rows), range(len(self.layers))
+        conv = [flow.conv_window(pool, ordinal, step) for ordinal in layers]
+        self._fill(conv, [flow.materialize(pool, ordinal, rows.tolist()) for ordinal in layers])
+        self.pool.cursor.saturated += pool.cursor.saturated
+
+    def _fill(self, conv: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Start with what came before: per recurrent layer, conv inputs [B, T, channels] and a state [B, H, N, P]."""
+        self.take_slots(conv[0].shape[0], conv[0].dtype, conv[0].device)
         assert self.rows is not None
         # the slot's position then counts from the oldest conv input on; nothing needs the true one
-        with flow.prompt(self.pool, self.rows, conv.shape[2]) as step:
-            for ordinal, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-                flow.conv_append(self.pool, ordinal, step, state["conv"].detach().transpose(1, 2))
-                flow.load(self.pool, ordinal, step, layer.binding.from_model(state["recurrent"].detach()))
+        with flow.prompt(self.pool, self.rows, conv[0].shape[1]) as step:
+            for ordinal, (inputs, state) in enumerate(zip(conv, states, strict=True)):
+                flow.conv_append(self.pool, ordinal, step, inputs)
+                flow.load(self.pool, ordinal, step, state)
         self.has_state[0] = True
 
 
