@@ -111,12 +111,6 @@ def test_the_returned_cache_keeps_its_slots(family: str) -> None:
         assert torch.equal(found, model.generate(out.sequences, max_new_tokens=9, do_sample=False))
 
 
-def test_assisted_generation_is_refused_by_transformers_itself() -> None:
-    model = built("qwen3_5")
-    with attached(model), pytest.raises(ValueError, match="stateful"):
-        model.generate(prompt(9), max_new_tokens=4, prompt_lookup_num_tokens=3)
-
-
 @pytest.mark.parametrize("between", ["nothing", "a reordering"])
 def test_generate_in_inference_mode_and_out_of_it(between: str) -> None:
     """Tensors made in inference mode could not be written outside of it; a user-held cache crosses the border."""

@@ -39,3 +39,20 @@ def test_several_tokens_and_crop(family: str) -> None:
         together.crop(-3)
         found += [forward(model, ids[:, 1:5], together, 7), forward(model, ids[:, 5:], together, 11)]
     assert_close(torch.cat(found, 1), expected)
+
+
+@pytest.mark.parametrize("window", [4, 16])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear"])
+@pytest.mark.filterwarnings("ignore:drafts of")
+def test_assisted_generation(family: str, window: int) -> None:
+    """The model as its own assistant, and prompt look-up: at batch 1 the kernels would choose a window of 1."""
+    torch.backends.cudnn.allow_tf32 = False
+    model, ids = build(family).cuda(), prompt(18).cuda()
+    model.generation_config.update(num_assistant_tokens=8, assistant_confidence_threshold=0.0)
+    tokens, log_probabilities = generate(model, ids, 24)
+    with attached(model, window=window) as handle:
+        for options in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 8}):
+            found_tokens, found = generate(model, ids, 24, **options)
+            assert torch.equal(found_tokens, tokens)
+            assert_close(found, log_probabilities)
+            assert handle.slots_in_use == 0
