@@ -23,7 +23,7 @@ def attach(model: nn.Module, config: ReplayConfig | None = None) -> Attached:
     `generate(prompt_lookup_num_tokens=...)` and `generate(assistant_model=...)`, which transformers refuses for these
     models otherwise, work as well. One forward verifies `verify_len` tokens, the certain one and the drafts behind it;
     left at 1, it stands for min(window, 16) there. Longer drafts are cut, with a warning. An assistant that has a
-    recurrent state must be attached, too. Models without attention (mamba2) cannot be assisted.
+    recurrent state must be attached, too. Models without attention cannot be assisted.
 
     Args:
         model: a model of one of `supported_families()`.
