@@ -19,7 +19,8 @@ class ReplayConfig:
     """How the recurrent state of a sequence is kept and replayed.
 
     Args:
-        window: most committed records before a flush is due, 1..64. 1 is the ordinary per-token form.
+        window: most committed records before a flush is due, 1..64. 1 is the ordinary per-token form. Kernels may put 1
+            in force at the smallest batches, where a table of measurements says that replaying does not win there.
         verify_len: most new tokens of a row in one step (1 + drafts), 1..min(window, 16).
         checkpoint_format: storage format of the checkpoint, a name in `state.formats.FORMATS`.
         read_format: storage format of the read copy, or None when outputs read the checkpoint itself.

@@ -20,7 +20,6 @@ from replayssm.kernels.launch import (
     Tile,
     form_of,
     prepare_constants,
-    recurrent_constants,
     verify_constants,
 )
 from replayssm.kernels.prepare import prepare_kernel
@@ -69,7 +68,7 @@ def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90) -> R
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
     """Compile `recurrent_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | {"saturated": "*i64"}
-    given = recurrent_constants(layout, tokens, tile, capability >= 90)
+    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, capability >= 90)
     return _compile(recurrent_kernel, signature, given, tile.num_warps, capability)
 
 
@@ -164,6 +163,7 @@ def _compile(
 ) -> Resources:
     """Compile a kernel for argument `types` by name, and compile-time arguments `given`."""
     names = kernel.arg_names
+    given = {name: value for name, value in given.items() if name in names}
     signature = {name: "constexpr" if name in given else types[name] for name in names}
     attributes = {path: [["tt.divisibility", 16]] for path in _aligned_paths(signature)} if aligned else {}
     source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in given.items()}, attributes)

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from replayssm.config import MAX_VERIFY_LEN
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
@@ -25,9 +26,6 @@ MAX_PREPARED_HEADS = 16
 
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
-
-MAX_TOKENS = 16
-"""Rows of the first launch's matrices of tokens: the largest `verify_len`, and the least that tensor cores take."""
 
 FLUSH_WARPS = 16
 """Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
@@ -67,6 +65,7 @@ class Choice:
     recurrent: bool = False
 
 
+@cache
 def form_of(recurrence: Recurrence) -> TritonForm:
     """The recurrence's Triton form, from its own folder."""
     package = type(recurrence).__module__.rsplit(".", 1)[0]
@@ -74,36 +73,19 @@ def form_of(recurrence: Recurrence) -> TritonForm:
     return form
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Padded sizes of a layer's launches with T tokens a row.
+def padded_window(layout: StateLayout) -> int:
+    """Ring rows of a tile: the configured window, padded to what tensor cores and `tl.arange` take."""
+    return max(16, triton.next_power_of_2(layout.config.window))
 
-    Args:
-        key_dim, window: padded to what tensor cores and `tl.arange` take.
-        outputs: rows of the matrices that hold outputs, and for delta rules corrections behind them.
-        block: floats of a token's weights.
-    """
 
-    key_dim: int
-    outputs: int
-    window: int
-    block: int
-
-    @classmethod
-    def of(cls, layout: StateLayout, tokens: int) -> Sizes:
-        recurrence, geometry = layout.recurrence, layout.geometry
-        window = max(16, triton.next_power_of_2(layout.config.window))
-        return cls(
-            key_dim=max(16, triton.next_power_of_2(geometry.key_dim)),
-            outputs=max(16, 2 * triton.next_power_of_2(tokens) if recurrence.delta_rule else 16),
-            window=window,
-            block=block_size(tokens, window, recurrence.delta_rule),
-        )
+def weights_block(layout: StateLayout, tokens: int) -> int:
+    """Floats of a token's weights, with T tokens a row."""
+    return block_size(tokens, padded_window(layout), layout.recurrence.delta_rule)
 
 
 def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device) -> Tensor:
     """Memory between the launches of one verify, fp32: weights [B, H, T, block], then any probes [B, H, T, 2, N]."""
-    floats = Sizes.of(layout, tokens).block
+    floats = weights_block(layout, tokens)
     if layout.recurrence.decay == "channel":
         floats += 2 * layout.geometry.key_dim
     return torch.empty(rows * layout.geometry.heads * tokens * floats, dtype=torch.float32, device=device)
@@ -123,64 +105,68 @@ def prepared_programs(layout: StateLayout, rows: int) -> int:
     return rows * layout.geometry.heads // prepared_heads(layout, rows)
 
 
-def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments of `prepare_kernel`."""
-    form, sizes = form_of(layout.recurrence), Sizes.of(layout, tokens)
-    return _shared_constants(layout, tokens, sizes) | {
-        "TP": 1 if tokens == 1 and layout.recurrence.decay == "channel" else MAX_TOKENS,
-        "HEADS": prepared_heads(layout, rows),
-        "OVERLAP": overlap,
+@cache
+def layer_constants(layout: StateLayout) -> dict[str, Any]:
+    """Compile-time arguments that a layer brings to every template."""
+    recurrence, geometry, form = layout.recurrence, layout.geometry, form_of(layout.recurrence)
+    return {
+        "H": geometry.heads,
+        "G": geometry.key_heads,
+        "N": geometry.key_dim,
+        "P": geometry.value_dim,
+        "NP": max(16, triton.next_power_of_2(geometry.key_dim)),
+        "WP": padded_window(layout),
+        "RING_ROWS": layout.ring_rows,
+        "DELTA": recurrence.delta_rule,
+        "CHANNEL": recurrence.decay == "channel",
+        "SKIP": form.skip,
+        "RECORD_SCALES": form.record_scales,
+        "RECORD_DECAY": form.record_decay,
         "TOKEN_DECAY": form.token_decay,
         "TOKEN_RATE": form.token_rate,
+        "TOKEN_SKIP": form.token_skip,
         "KEY_SCALE": form.key_scale,
         "QUERY_SCALE": form.query_scale,
         "STORE_RECORD": form.store_record,
     }
 
 
+def clamp_limit(dtype: torch.dtype) -> float:
+    """Largest number of a dtype that states are clamped to, 0 where they fit in."""
+    limit = torch.finfo(dtype).max
+    return limit if limit < torch.finfo(torch.float32).max else 0.0
+
+
+@cache
+def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments of `prepare_kernel`, among others."""
+    return layer_constants(layout) | {
+        "T": tokens,
+        "TP": 1 if tokens == 1 and layout.recurrence.decay == "channel" else MAX_VERIFY_LEN,
+        "BLOCK": weights_block(layout, tokens),
+        "HEADS": prepared_heads(layout, rows),
+        "OVERLAP": overlap,
+    }
+
+
+@cache
 def verify_constants(
     layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool, leads: bool = False
 ) -> dict[str, Any]:
-    """Compile-time arguments of `verify_kernel`."""
-    form, sizes = form_of(layout.recurrence), Sizes.of(layout, tokens)
-    limit = torch.finfo(layout.checkpoint_format.dtype).max
-    return _shared_constants(layout, tokens, sizes) | {
-        "P": layout.geometry.value_dim,
-        "TP": sizes.outputs,
+    """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
+    # delta rules keep the corrections in rows behind the outputs
+    outputs = 2 * triton.next_power_of_2(tokens) if layout.recurrence.delta_rule else tokens
+    return layer_constants(layout) | {
+        "T": tokens,
+        "TP": max(16, outputs),
+        "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,
         "STAGES": tile.num_stages,
         "MODE": mode,
-        "LIMIT": limit if limit < torch.finfo(torch.float32).max else 0.0,
-        "SKIP": form.skip,
+        "LIMIT": clamp_limit(layout.checkpoint_format.dtype),
         "OVERLAP": overlap,
         "LEADS": leads,
-        "TOKEN_SKIP": form.token_skip,
-    }
-
-
-def recurrent_constants(layout: StateLayout, tokens: int, tile: Tile, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments of `recurrent_kernel`."""
-    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, overlap)
-    given |= prepare_constants(layout, 1, tokens, overlap)
-    return {name: given[name] for name in recurrent_kernel.arg_names if name in given}
-
-
-def _shared_constants(layout: StateLayout, tokens: int, sizes: Sizes) -> dict[str, Any]:
-    recurrence, geometry, form = layout.recurrence, layout.geometry, form_of(layout.recurrence)
-    return {
-        "H": geometry.heads,
-        "G": geometry.key_heads,
-        "N": geometry.key_dim,
-        "T": tokens,
-        "RING_ROWS": layout.ring_rows,
-        "NP": sizes.key_dim,
-        "WP": sizes.window,
-        "BLOCK": sizes.block,
-        "DELTA": recurrence.delta_rule,
-        "CHANNEL": recurrence.decay == "channel",
-        "RECORD_SCALES": form.record_scales,
-        "RECORD_DECAY": form.record_decay,
     }
 
 
@@ -223,7 +209,7 @@ def launch_verify(
         "value": strided(inputs[form.value]),
         "inputs": tuple(strided(inputs[name]) for name in form.inputs),
         "weights": work,
-        "probes": work[rows * layout.geometry.heads * tokens * Sizes.of(layout, tokens).block :],
+        "probes": work[rows * layout.geometry.heads * tokens * weights_block(layout, tokens) :],
         "y": strided(y),
         "saturated": saturated,
     }
@@ -235,7 +221,7 @@ def launch_verify(
         return rows * units
 
     if choice.recurrent:
-        tile, constants = choice.step, recurrent_constants(layout, tokens, choice.step, overlap)
+        tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
     programs, constants = prepared_programs(layout, rows), prepare_constants(layout, rows, tokens, overlap)
@@ -273,9 +259,9 @@ def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
 
 
 def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping[str, Any], **options: Any) -> None:
-    """Launch a kernel with those of the `given` arguments that it has."""
-    chosen = {name: given[name] for name in kernel.arg_names if name not in constants}
-    kernel[(programs,)](**chosen, **constants, **options)
+    """Launch a kernel with those of the `given` arguments and of the compile-time `constants` that it has."""
+    arguments = {name: constants[name] if name in constants else given[name] for name in kernel.arg_names}
+    kernel[(programs,)](**arguments, **options)
 
 
 @cache

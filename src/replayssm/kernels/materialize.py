@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, head_weights, high_low
-from replayssm.kernels.launch import form_of, layer_arguments, run
+from replayssm.kernels.launch import clamp_limit, layer_arguments, layer_constants, run
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, SLOT
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState
@@ -144,22 +144,10 @@ def _launch(
 
 
 def constants(layout: StateLayout, dtype: torch.dtype, *, into_slots: bool, only_due: bool) -> dict[str, object]:
-    """Compile-time arguments of `materialize_kernel` for a destination of `dtype`."""
-    geometry, form = layout.geometry, form_of(layout.recurrence)
-    limit = torch.finfo(dtype).max
-    return {
-        "H": geometry.heads,
-        "G": geometry.key_heads,
-        "N": geometry.key_dim,
-        "P": geometry.value_dim,
-        "NP": max(16, triton.next_power_of_2(geometry.key_dim)),
-        "WP": max(16, triton.next_power_of_2(layout.config.window)),
-        "RING_ROWS": layout.ring_rows,
+    """Compile-time arguments of `materialize_kernel`, among others, for a destination of `dtype`."""
+    return layer_constants(layout) | {
         "BLOCK_P": BLOCK_P,
-        "CHANNEL": layout.recurrence.decay == "channel",
-        "LIMIT": limit if limit < torch.finfo(torch.float32).max else 0.0,
+        "LIMIT": clamp_limit(dtype),
         "INTO_SLOTS": into_slots,
         "ONLY_DUE": only_due,
-        "RECORD_SCALES": form.record_scales,
-        "RECORD_DECAY": form.record_decay,
     }

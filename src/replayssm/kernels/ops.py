@@ -26,9 +26,8 @@ from replayssm.state.pool import LayerState, StatePool
 def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
     """The window to decode `rows` rows with: 1 where replaying costs more than it saves, as far as measured."""
     found = [numbered(layout) for layout in layouts]
-    if not rows or not width:  # nothing to replay
-        return min(each.config.window for each in found)
-    return min(explain(each, rows, width).window_in_force for each in found)
+    # a step without tokens, a flush, has nothing to replay
+    return min(explain(each, rows, width).window_in_force if width else each.config.window for each in found)
 
 
 @torch.library.custom_op("replayssm::plan", mutates_args=())
@@ -97,8 +96,6 @@ def verify_op(
 
     `work` is from `kernels.launch.workspace`.
     """
-    if not len(y):
-        return
     layer = _layer(numbered(layout), memory, params)
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
     launch_verify(layer, plan, named, y, choose(layer.layout, *y.shape[:2]), work, saturated)

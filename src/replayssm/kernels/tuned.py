@@ -95,7 +95,7 @@ class Measured:
         """How far this measurement is from a case: doublings, of which those of the tokens count most."""
 
         def doublings(a: int, b: int) -> float:
-            return abs(math.log2(a / b))
+            return abs(math.log2(max(1, a) / max(1, b)))  # a batch may be empty
 
         return 16 * doublings(self.tokens, tokens) + 4 * doublings(self.window, window) + doublings(self.batch, batch)
 

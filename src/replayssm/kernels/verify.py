@@ -61,10 +61,9 @@ def verify_kernel(
             first = item % chunks * count
             verify_units(
                 b, first, tl.minimum(first + count, units), tl.load(row + SLOT), tl.load(row + FOLDED), row, state,
-                state_slot, keys, writes,
-                ring, key, query, value, layer_params, weights, probes, y, saturated, H, G, N, P, T, RING_ROWS, NP,
-                TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES,
-                RECORD_DECAY, TOKEN_SKIP,
+                state_slot, keys, writes, ring, key, query, value, layer_params, weights, probes, y, saturated, H, G,
+                N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False,
+                False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
             )  # fmt: skip
     else:
         b = (pid // parts).to(tl.int64)

@@ -14,6 +14,9 @@ from typing import Any
 class TritonForm:
     """Names are fields of the recurrence; functions are `@triton.jit`.
 
+    In the functions `h` is one head, or a column [HEADS, 1] of heads that share key head g; `rows` is one ring row or a
+    tile of them. What comes back has the shape that both give when broadcast; masks are scalars or of that shape.
+
     Args:
         key, query, value: inputs that are the raw key [G, N], query [G, N] and value [H, P].
         key_ring, write_ring: ring fields with the raw key and with the write vector (or the raw value).
