@@ -86,3 +86,14 @@ def test_a_gathered_pool_keeps_its_back_end() -> None:
     pool = StatePool([layer()], backend="triton")
     pool.acquire(0)
     assert pool.gather(torch.tensor([0, 0], device=DEVICE)).backend == "triton"
+
+
+def test_a_gpu_that_gets_the_torch_back_end_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayerState, "device", torch.device("cuda"))
+    backends._say.cache_clear()
+    with caplog.at_level(logging.INFO, logger="replayssm"):
+        assert backends.choose("auto", [layer(read_format="fp16")]) == "torch"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "read_format is fp16" in record.getMessage()

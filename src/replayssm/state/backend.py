@@ -49,7 +49,8 @@ def choose(asked: str, layers: Sequence[LayerState]) -> Backend:
     chosen: Backend = "triton" if on_cuda and reason is None else "torch"
     if reason is None:
         reason = "it supports every layer" if on_cuda else f"the pool is on {layers[0].device.type}"
-    _say(f"back end {chosen}: {reason}")
+    # a GPU without the kernels is slower than its owner expects, and must not stay quiet about it
+    _say(f"back end {chosen}: {reason}", logging.WARNING if on_cuda and chosen == "torch" else logging.INFO)
     return chosen
 
 
@@ -129,5 +130,5 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 @cache  # once per sentence
-def _say(sentence: str) -> None:
-    _log.info(sentence)
+def _say(sentence: str, level: int) -> None:
+    _log.log(level, sentence)
