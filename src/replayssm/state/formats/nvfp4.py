@@ -71,10 +71,17 @@ class Nvfp4Format(Format):
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         codes = parts[""]
         nibbles = torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
-        value = torch.tensor(E2M1, device=codes.device)[(nibbles & 7).long()]
+        value = e2m1_of(nibbles & 7)
         value = torch.where(nibbles > 7, -value, value)
         value = value * spread(from_e4m3(parts[".scale"]), self.block, value.shape[-2])
         return (value * parts[".head_scale"][..., None, None]).to(dtype)
+
+
+def e2m1_of(index: Tensor) -> Tensor:
+    """fp32 magnitudes of indices: a table would have to be copied from the host, which breaks CUDA graphs."""
+    whole = index.int()
+    doubled = torch.where(whole < 2, whole, (2 + (whole & 1)) << ((whole >> 1) - 1).clamp(min=0))
+    return doubled.float() * 0.5
 
 
 def nearest_e2m1(size: Tensor) -> Tensor:
