@@ -100,4 +100,4 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 def spread(scale: Tensor, size: int, rows: int) -> Tensor:
     """Scales of blocks [..., blocks, P] for each of `rows` key rows: [..., rows, P]."""
-    return scale.repeat_interleave(size, dim=-2)[..., :rows, :]
+    return scale.unsqueeze(-2).expand(*scale.shape[:-1], size, -1).flatten(-3, -2)[..., :rows, :]
