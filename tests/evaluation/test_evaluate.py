@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,10 @@ def test_half_lives_are_those_of_the_decays() -> None:
     try:
         result = replayed_forward(model, prompt(20), [Precision("fp32").config(16)])
         assert torch.allclose(result.half_lives[0].float(), (-mixer.A_log).exp(), rtol=1e-5)
+        # beta lies between 0 and 1, and so a token overwrites less than 1 / N of the state
+        decay, overwritten = math.log(2) / result.half_lives[0], 1 / mixer.head_k_dim
+        assert (result.memories[0] < 1 / decay).all()
+        assert (result.memories[0] > 1 / (decay + overwritten)).all()
     finally:
         with torch.no_grad():
             for name, value in mixer.named_parameters():

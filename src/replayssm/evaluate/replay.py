@@ -7,6 +7,7 @@ many tokens as divide the window, a commit of all of them, and so one flush per 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,11 +38,14 @@ class LayerRun:
             [settings, pieces], mean over rows.
         half_life: tokens after which a head has forgotten half by its decay alone, [H], from its mean log decay over
             the text; the mean over key channels where they decay by themselves.
+        memory: tokens after which 1 / e of the state is left, [H]. Besides its decay a delta rule overwrites: a token
+            takes the share `rate` of one direction of N, and so rate / N of all of them on average.
     """
 
     outputs: Tensor
     state_error: Tensor
     half_life: Tensor
+    memory: Tensor
 
 
 class LayerReplay:
@@ -113,9 +117,12 @@ class LayerReplay:
                 progress(min(piece, length - begin))
         params = self.pools[0].layers[0].params
         record = self.recurrence.record({name: x[: self.rows].to(torch.float32) for name, x in taken.items()}, params)
-        rate = -self.recurrence.decay_channels(record, params).double().mean((0, 1))
-        half_life = (torch.log(torch.tensor(2.0)) / rate.clamp(min=1e-12)).mean(-1)
-        return LayerRun(y, torch.stack(errors, 1), half_life)
+        forgotten = (-self.recurrence.decay_channels(record, params).double().mean((0, 1))).clamp(min=1e-12)
+        half_life = (math.log(2) / forgotten).mean(-1)
+        if self.recurrence.delta_rule:
+            overwritten = self.recurrence.rate(record).double().mean((0, 1)) / self.geometry.key_dim
+            forgotten = forgotten + overwritten.unsqueeze(-1)
+        return LayerRun(y, torch.stack(errors, 1), half_life, (1 / forgotten).mean(-1))
 
     def _decode(self, part: Mapping[str, Tensor]) -> Tensor:
         """Outputs of one piece of the text; settings run on streams of their own where there are any."""

@@ -66,7 +66,7 @@ class Int8Format(Format):
     | (codes)  | [H, N, P]          | int8  | nearest even of x / scale within +-127 |
     | `.scale` | [H, ceil(N/32), P] | fp32  | max(amax of the block / 127, 2^-100)   |
 
-    -0 becomes 0. A rotation of each block (Hadamard) before rounding was tried: docs/experiments.md.
+    -0 becomes 0. A Hadamard rotation before rounding was tried and left out: docs/experiments.md.
     """
 
     name = "int8"
