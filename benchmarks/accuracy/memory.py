@@ -33,7 +33,7 @@ from replayssm.evaluate.replay import LayerReplay  # noqa: E402
 from replayssm.recurrences import Geometry, registry  # noqa: E402
 
 SHARED = "nvfp4"
-PRECISIONS = (SHARED, "fp32+nvfp4", "fp16+nvfp4", "fp8+nvfp4", "fp8-stochastic+nvfp4")
+PRECISIONS = (SHARED, "nvfp4-stochastic", "fp32+nvfp4", "fp16+nvfp4", "fp8+nvfp4", "fp8-stochastic+nvfp4")
 HALF_LIVES = (50.0, 200.0, 700.0)
 WINDOW, DIM, BETA = 16, 64, 0.5
 
