@@ -21,6 +21,7 @@ state. Their decays start with half-lives spread from tens to thousands of token
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import time
@@ -155,7 +156,11 @@ def train(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torc
                 break
     use_fast_scans(model_type, enable=False)
     torch.set_float32_matmul_precision("highest")
-    del trainer
+    del trainer, tokens, weights
+    model.zero_grad(set_to_none=True)
+    if settings.device == "cuda":  # the graph of the training step has held its memory until now
+        gc.collect()
+        torch.cuda.empty_cache()
     record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": step,
