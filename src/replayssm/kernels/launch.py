@@ -154,11 +154,9 @@ def verify_constants(
     layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool, leads: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
-    # delta rules keep the corrections in rows behind the outputs
-    outputs = 2 * triton.next_power_of_2(tokens) if layout.recurrence.delta_rule else tokens
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": max(16, outputs),
+        "TP": triton.next_power_of_2(tokens),
         "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,
