@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from replayssm.config import MAX_VERIFY_LEN
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
@@ -23,6 +22,9 @@ from replayssm.state.pool import LayerState
 
 MAX_PREPARED_HEADS = 16
 """Heads of a program of the first launch, at most."""
+
+MAX_PREPARED_WEIGHTS = 2048
+"""Weights of ring rows that such a program, of one warp, has room for."""
 
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
@@ -91,18 +93,24 @@ def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device)
     return torch.empty(rows * layout.geometry.heads * tokens * floats, dtype=torch.float32, device=device)
 
 
-def prepared_heads(layout: StateLayout, rows: int) -> int:
+def prepared_heads(layout: StateLayout, rows: int, tokens: int) -> int:
     """Heads of a program of the first launch: many share products of keys, unless the GPU would stay half empty."""
     group = layout.geometry.heads // layout.geometry.key_heads
-    heads = 1 if layout.recurrence.decay == "channel" else min(MAX_PREPARED_HEADS, group & -group)
+    most = min(MAX_PREPARED_HEADS, max(1, MAX_PREPARED_WEIGHTS // (padded_window(layout) * tokens)))
+    heads = 1 if layout.recurrence.decay == "channel" else min(1 << most.bit_length() - 1, group & -group)
     while heads > 2 and rows * layout.geometry.heads // heads < FEWEST_PREPARING:
         heads //= 2
     return heads
 
 
-def prepared_programs(layout: StateLayout, rows: int) -> int:
+def prepared_programs(layout: StateLayout, rows: int, tokens: int) -> int:
     """Programs of the first launch."""
-    return rows * layout.geometry.heads // prepared_heads(layout, rows)
+    return rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
+
+
+def prepared_warps(layout: StateLayout, tokens: int) -> int:
+    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers."""
+    return min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
 
 
 @cache
@@ -142,9 +150,9 @@ def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool
     """Compile-time arguments of `prepare_kernel`, among others."""
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": 1 if tokens == 1 and layout.recurrence.decay == "channel" else MAX_VERIFY_LEN,
+        "TP": triton.next_power_of_2(tokens),
         "BLOCK": weights_block(layout, tokens),
-        "HEADS": prepared_heads(layout, rows),
+        "HEADS": prepared_heads(layout, rows, tokens),
         "OVERLAP": overlap,
     }
 
@@ -154,9 +162,11 @@ def verify_constants(
     layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool, leads: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
+    # delta rules keep the corrections in rows behind the outputs
+    outputs = 2 * triton.next_power_of_2(tokens) if layout.recurrence.delta_rule else tokens
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": triton.next_power_of_2(tokens),
+        "TP": max(16, outputs),
         "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,
@@ -222,8 +232,8 @@ def launch_verify(
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    programs, constants = prepared_programs(layout, rows), prepare_constants(layout, rows, tokens, overlap)
-    run(prepare_kernel, programs, given, constants, num_warps=1, **early)
+    programs, constants = prepared_programs(layout, rows, tokens), prepare_constants(layout, rows, tokens, overlap)
+    run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units

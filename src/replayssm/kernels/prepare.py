@@ -96,6 +96,12 @@ def prepare_kernel(
                 N, T, RING_ROWS, TP, WP, BLOCK, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE,
                 KEY_SCALE, QUERY_SCALE, STORE_RECORD,
             )  # fmt: skip
+        elif T == 1:
+            head_token(
+                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, query_at, inputs,
+                layer_params, out, H // G, N, RING_ROWS, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY,
+                TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+            )  # fmt: skip
         else:
             head_tokens(
                 b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key[2], query_at,
@@ -103,6 +109,57 @@ def prepare_kernel(
                 H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
                 TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
             )  # fmt: skip
+
+
+@triton.jit
+def head_token(
+    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, query_at, inputs, layer_params, out,
+    GROUP: tl.constexpr, N: tl.constexpr, RING_ROWS: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, DELTA: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+    TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    STORE_RECORD: tl.constexpr,
+):  # fmt: skip
+    """Weights of one token for heads with one decay each; they share the products of raw keys and queries."""
+    j = tl.arange(0, WP)
+    rows = (start + j) % RING_ROWS
+    key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
+    kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0).to(tl.float32)
+    heads = h + tl.arange(0, HEADS)[:, None]
+    weight, log_decay = head_weights(
+        ring, layer_params, slot, start, records, g, heads, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
+    )
+    out += (heads - h) * BLOCK
+    scalars: tl.constexpr = (WP + 1) * (2 if DELTA else 1)
+    decay = tl.exp(log_decay)[:, None]
+    if folded > 0:
+        store_fold(out, j, weight, log_decay, scalars)
+        # after a fold there is no history
+        decay = tl.full([HEADS, 1], 1.0, tl.float32)
+    live = tokens > 0
+    raw_k = tl.load(key_at, mask=n_mask & live, other=0)
+    k = raw_k.to(tl.float32)
+    q = tl.load(query_at, mask=n_mask & live, other=0).to(tl.float32)
+    k_scale, q_scale = KEY_SCALE(k), QUERY_SCALE(q, N)
+    log_step = TOKEN_DECAY(inputs, layer_params, b, 0, heads, n, n_mask, live, N)
+    rate = TOKEN_RATE(inputs, b, 0, heads, live)
+    step = tl.exp(log_step)
+    decay *= step
+    weight *= step
+    if folded == 0:
+        tl.store(out + j[None, :], weight * (tl.sum(kept * q[None, :], 1) * q_scale)[None, :])
+        if DELTA:
+            tl.store(out + WP + j[None, :], weight * (tl.sum(kept * k[None, :], 1) * k_scale)[None, :])
+    own = tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale)
+    tl.store(out + (2 if DELTA else 1) * WP, own)
+    tl.store(out + scalars, decay * q_scale)
+    if DELTA:
+        tl.store(out + scalars + 1, decay * k_scale)
+    tl.store(out + scalars + 2, rate)
+
+    row = (start + records) % RING_ROWS
+    STORE_RECORD(ring, slot, row, g, heads, n, k_scale, log_step, rate, n_mask, live, N)
+    if h % GROUP == 0:
+        tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
 
 
 @triton.jit
@@ -114,82 +171,88 @@ def head_tokens(
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
 ):  # fmt: skip
-    """Weights of heads with one decay each; they share the products of raw keys and queries."""
-    j, i = tl.arange(0, WP), tl.arange(0, TP)
+    """The same for several tokens, all of them at once: one after the other, each would wait for its loads."""
+    D: tl.constexpr = 16  # rows that tensor cores take at least; those beyond the row's tokens are zero
+    j, i, t = tl.arange(0, WP), tl.arange(0, D), tl.arange(0, TP)
+    live, row_live = (t < tokens)[None, :], (i < tokens)[:, None]
     rows = (start + j) % RING_ROWS
     key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
     kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0)
-    if T > 1:
-        token_mask = (i < tokens)[:, None] & n_mask[None, :]
-        k_tile = tl.load(key_at[None, :] + i[:, None] * key_token, mask=token_mask, other=0)
-        q_tile = tl.load(query_at[None, :] + i[:, None] * query_token, mask=token_mask, other=0)
-        past_q, new_q = exact_dot(q_tile, tl.trans(kept)), exact_dot(q_tile, tl.trans(k_tile))
-        past_k, new_k = past_q, new_q
-        if DELTA:
-            past_k, new_k = exact_dot(k_tile, tl.trans(kept)), exact_dot(k_tile, tl.trans(k_tile))
-
+    k_tile = tl.load(key_at[None, :] + i[:, None] * key_token, mask=row_live & n_mask[None, :], other=0)
+    q_tile = tl.load(query_at[None, :] + i[:, None] * query_token, mask=row_live & n_mask[None, :], other=0)
+    column_mask = n_mask[:, None] & live
+    k_columns = tl.load(key_at[:, None] + t[None, :] * key_token, mask=column_mask, other=0)
+    q_columns = tl.load(query_at[:, None] + t[None, :] * query_token, mask=column_mask, other=0)
     heads = h + tl.arange(0, HEADS)[:, None]
+    log_step = TOKEN_DECAY(inputs, layer_params, b, t[None, :], heads, n, n_mask, live, N)
+    rate = TOKEN_RATE(inputs, b, t[None, :], heads, live)
     weight, log_decay = head_weights(
         ring, layer_params, slot, start, records, g, heads, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
     )
-    out += (heads - h) * (T * BLOCK)
-    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
-    decay = tl.exp(log_decay)[:, None]
-    if folded > 0:
-        tl.store(out + j[None, :], weight)
-        high, low = high_low(log_decay)
-        tl.store(out + scalars + 3, high[:, None])
-        tl.store(out + scalars + 4, low[:, None])
-        # after a fold there is no history
-        decay = tl.full([HEADS, 1], 1.0, tl.float32)
-        weight = tl.zeros([HEADS, WP], tl.float32)
-    reach = tl.full([HEADS, TP], 1.0, tl.float32)
-    draft_scale = tl.zeros([TP], tl.float32)
-    for t in tl.static_range(T):
-        live = t < tokens
-        raw_k = tl.load(key_at + t * key_token, mask=n_mask & live, other=0)
-        k = raw_k.to(tl.float32)
-        q = tl.load(query_at + t * query_token, mask=n_mask & live, other=0).to(tl.float32)
-        k_scale, q_scale = KEY_SCALE(k), QUERY_SCALE(q, N)
-        log_step = TOKEN_DECAY(inputs, layer_params, b, t, heads, n, n_mask, live, N)
-        rate = TOKEN_RATE(inputs, b, t, heads, live)
-        step = tl.exp(log_step)
-        decay *= step
-        weight *= step
-        if T == 1:
-            to_q = tl.sum(kept.to(tl.float32) * q[None, :], 1)
-        else:
-            to_q = pick(past_q, t)
-        if folded == 0 or t > 0:
-            tl.store(out + j[None, :], weight * (to_q * q_scale)[None, :])
-        drafts = out + (2 if DELTA else 1) * WP
-        if T == 1:
-            tl.store(drafts, tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale))
-        else:
-            # the products with earlier drafts, which decays have weakened since
-            reach = tl.where((i < t)[None, :], reach * step, 1.0)
-            draft_scale = tl.where(i == t, k_scale, draft_scale)
-            to_draft = reach * (pick(new_q, t) * draft_scale * q_scale)[None, :]
-            tl.store(drafts + i[None, :], to_draft, mask=(i < T)[None, :])
-        if DELTA:
-            if T == 1:
-                to_k = tl.sum(kept.to(tl.float32) * k[None, :], 1)
-            else:
-                to_k = pick(past_k, t)
-            tl.store(out + WP + j[None, :], weight * (to_k * k_scale)[None, :])
-            if T > 1:
-                to_draft = reach * (pick(new_k, t) * draft_scale * k_scale)[None, :]
-                tl.store(drafts + T + i[None, :], to_draft, mask=(i < T)[None, :])
-        tl.store(out + scalars, decay * q_scale)
-        if DELTA:
-            tl.store(out + scalars + 1, decay * k_scale)
-        tl.store(out + scalars + 2, rate)
-        out += BLOCK
+    k_scale = tl.zeros([TP], tl.float32) + KEY_SCALE(k_columns.to(tl.float32))
+    q_scale = tl.zeros([TP], tl.float32) + QUERY_SCALE(q_columns.to(tl.float32), N)
 
-        row = (start + records + t) % RING_ROWS
-        STORE_RECORD(ring, slot, row, g, heads, n, k_scale, log_step, rate, n_mask, live, N)
-        if h % GROUP == 0:
-            tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
+    # the decay from the checkpoint to each token, and from each draft to each token behind it: both are sums along the
+    # path and no differences of sums, which would carry the rounding errors of what came before
+    total = tl.zeros([HEADS, TP], tl.float32)
+    between = tl.zeros([HEADS, TP, TP], tl.float32)
+    to, since = t[None, :, None], t[None, None, :]
+    for s in tl.static_range(T):
+        one = tl.sum(tl.where((t == s)[None, :], log_step, 0.0), 1)
+        total += tl.where((t >= s)[None, :], one[:, None], 0.0)
+        between += tl.where((since < s) & (to >= s), one[:, None, None], 0.0)
+
+    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
+    out += (heads - h) * (T * BLOCK)
+    if folded > 0:
+        store_fold(out, j, weight, log_decay, scalars)
+        log_decay = tl.zeros([HEADS], tl.float32)  # after a fold there is no history
+    token = out + t[None, :] * BLOCK
+    in_step = (t < T)[None, :]
+    decay = tl.exp(log_decay[:, None] + total)
+    from_past = tl.exp(total)[:, :, None] * weight[:, None, :]
+    from_draft = tl.exp(between) * k_scale[None, None, :]
+    past_at = token[:, :, None] + j[None, None, :]
+    past_mask = (in_step & (folded == 0))[:, :, None]
+    drafts_at = token[:, :, None] + (2 if DELTA else 1) * WP + t[None, None, :]
+    draft_mask = in_step[:, :, None] & in_step[:, None, :]
+    past_q = first_rows(exact_dot(q_tile, tl.trans(kept)), TP) * q_scale[:, None]
+    new_q = first_rows(tl.trans(first_rows(exact_dot(k_tile, tl.trans(q_tile)), TP)), TP) * q_scale[:, None]
+    tl.store(past_at, from_past * past_q[None, :, :], mask=past_mask)
+    tl.store(drafts_at, from_draft * new_q[None, :, :], mask=draft_mask)
+    tl.store(token + scalars, decay * q_scale[None, :], mask=in_step)
+    if DELTA:
+        past_k = first_rows(exact_dot(k_tile, tl.trans(kept)), TP) * k_scale[:, None]
+        new_k = first_rows(tl.trans(first_rows(exact_dot(k_tile, tl.trans(k_tile)), TP)), TP) * k_scale[:, None]
+        tl.store(past_at + WP, from_past * past_k[None, :, :], mask=past_mask)
+        tl.store(drafts_at + T, from_draft * new_k[None, :, :], mask=draft_mask)
+        tl.store(token + scalars + 1, decay * k_scale[None, :], mask=in_step)
+    tl.store(token + scalars + 2, rate, mask=in_step)
+
+    row = (start + records + t) % RING_ROWS
+    STORE_RECORD(ring, slot, row[None, :], g, heads, n, k_scale[None, :], log_step, rate, n_mask, live, N)
+    if h % GROUP == 0:
+        ring_at = keys[0] + slot * keys[1] + row[None, :] * keys[2] + g * keys[3] + n[:, None]
+        tl.store(ring_at, k_columns, mask=column_mask)
+
+
+@triton.jit
+def first_rows(matrix, ROWS: tl.constexpr):
+    """The first ROWS rows of `matrix` [D, X], whose other rows are zero."""
+    D: tl.constexpr = matrix.shape[0]
+    if D == ROWS:
+        return matrix
+    else:
+        return tl.sum(tl.reshape(matrix, [D // ROWS, ROWS, matrix.shape[1]]), 0)
+
+
+@triton.jit
+def store_fold(out, j, weight, log_decay, SCALARS: tl.constexpr):
+    """What a fold needs, into the first block of heads: `weight` [HEADS, WP] and the decay [HEADS] as high + low."""
+    tl.store(out + j[None, :], weight)
+    high, low = high_low(log_decay)
+    tl.store(out + SCALARS + 3, high[:, None])
+    tl.store(out + SCALARS + 4, low[:, None])
 
 
 @triton.jit
@@ -209,31 +272,52 @@ def channel_tokens(
         keys, ring, layer_params, slot, start, history, g, h, n, n_mask,
         N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY,
     )  # fmt: skip
+    # loads first and stores last: a load may not move before a store, and every token would wait for its own
+    live = (i < tokens)[:, None]
+    tile_mask = n_mask[None, :] & live
+    raw_k = tl.load(key_at[None, :] + i[:, None] * key_token, mask=tile_mask, other=0)
+    raw_q = tl.load(query_at[None, :] + i[:, None] * query_token, mask=tile_mask, other=0)
+    log_step = TOKEN_DECAY(inputs, layer_params, b, i[:, None], h, n[None, :], n_mask[None, :], live, N)
+    rate = TOKEN_RATE(inputs, b, i, h, i < tokens)
+    k_scale = tl.zeros([TP], tl.float32) + KEY_SCALE(tl.trans(raw_k.to(tl.float32)))
+    q_scale = tl.zeros([TP], tl.float32) + QUERY_SCALE(tl.trans(raw_q.to(tl.float32)), N)
+    k_tile, q_tile = raw_k.to(tl.float32) * k_scale[:, None], raw_q.to(tl.float32) * q_scale[:, None]
+    steps = tl.exp(log_step)
+
     decay = tl.exp(log_decay)
     drafts = tl.zeros([TP, kept.shape[1]], tl.float32)
+    decays = drafts
+    past_q = tl.zeros([TP, WP], tl.float32)
+    past_k = past_q
+    new_q = tl.zeros([TP, TP], tl.float32)
+    new_k = new_q
     for t in tl.static_range(T):
-        live = t < tokens
-        raw_k = tl.load(key_at + t * key_token, mask=n_mask & live, other=0)
-        k = raw_k.to(tl.float32)
-        q = tl.load(query_at + t * query_token, mask=n_mask & live, other=0).to(tl.float32)
-        k_scale = KEY_SCALE(k)
-        k, q = k * k_scale, q * QUERY_SCALE(q, N)
-        log_step = TOKEN_DECAY(inputs, layer_params, b, t, h, n, n_mask, live, N)
-        rate = TOKEN_RATE(inputs, b, t, h, live)
-        step = tl.exp(log_step)
+        here = (i == t)[:, None]
+        k, q, step = pick(k_tile, t), pick(q_tile, t), pick(steps, t)
         decay *= step
         kept *= step[None, :]
-        drafts = tl.where((i == t)[:, None], k[None, :], drafts * step[None, :])
-        tl.store(out + j, tl.sum(kept * q[None, :], 1))
-        tl.store(out + WP + j, tl.sum(kept * k[None, :], 1))
-        tl.store(out + 2 * WP + i, tl.sum(drafts * q[None, :], 1), mask=i < T)
-        tl.store(out + 2 * WP + T + i, tl.sum(drafts * k[None, :], 1), mask=i < T)
-        tl.store(out + 2 * (WP + T) + 2, rate)
-        tl.store(probe, decay * q, mask=n_mask)
-        tl.store(probe + N, decay * k, mask=n_mask)
-        out += BLOCK
-        probe += 2 * N
+        drafts = tl.where(here, k[None, :], drafts * step[None, :])
+        decays = tl.where(here, decay[None, :], decays)
+        past_q = tl.where(here, tl.sum(kept * q[None, :], 1)[None, :], past_q)
+        past_k = tl.where(here, tl.sum(kept * k[None, :], 1)[None, :], past_k)
+        new_q = tl.where(here, tl.sum(drafts * q[None, :], 1)[None, :], new_q)
+        new_k = tl.where(here, tl.sum(drafts * k[None, :], 1)[None, :], new_k)
+    in_step = i < T
+    token = out + i[:, None] * BLOCK
+    tl.store(token + j[None, :], past_q, mask=in_step[:, None])
+    tl.store(token + WP + j[None, :], past_k, mask=in_step[:, None])
+    draft_mask = in_step[:, None] & in_step[None, :]
+    tl.store(token + 2 * WP + i[None, :], new_q, mask=draft_mask)
+    tl.store(token + 2 * WP + T + i[None, :], new_k, mask=draft_mask)
+    tl.store(out + i * BLOCK + 2 * (WP + T) + 2, rate, mask=in_step)
+    probe_at = probe[None, :] + i[:, None] * (2 * N)
+    probe_mask = in_step[:, None] & n_mask[None, :]
+    tl.store(probe_at, decays * q_tile, mask=probe_mask)
+    tl.store(probe_at + N, decays * k_tile, mask=probe_mask)
 
-        row = (start + records + t) % RING_ROWS
-        STORE_RECORD(ring, slot, row, g, h, n, k_scale, log_step, rate, n_mask, live, N)
-        tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
+    row = (start + records + i) % RING_ROWS
+    STORE_RECORD(
+        ring, slot, row[:, None], g, h, n[None, :], k_scale[:, None], log_step, rate[:, None], n_mask[None, :], live, N
+    )
+    ring_at = keys[0] + slot * keys[1] + row[:, None] * keys[2] + g * keys[3] + n[None, :]
+    tl.store(ring_at, raw_k, mask=tile_mask)

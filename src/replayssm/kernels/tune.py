@@ -90,16 +90,15 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
 
     for batch in (1, 10**6):
         yield from new(heuristic(layout, batch, tokens)[0])
-    for block_p, warps in ((8, 1), (16, 1), (16, 2), (32, 2)):
+    for block_p, warps in ((8, 1), (16, 1), (16, 2), (32, 2)) if tokens == 1 else ():
         yield from new(Choice(Tile(block_p, 1, warps)))
-        if tokens == 1:
-            yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
+        yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
     if tokens == 1:
         steps = [Tile(32, 2, 1), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32, 1, 1), Tile(64, 1, 1), Tile(64, 2, 1)]
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
-        steps = [Tile(32, 1, 2), Tile(64, 1, 4), Tile(64, 1, 2), Tile(32, 1, 1), Tile(32, 2, 2), Tile(64, 2, 4)]
-        flushes = [Tile(32, 8, 4, 3), Tile(32, 8, 2, 3), Tile(16, 8, 2, 3), Tile(32, 4, 4, 3)]
+        steps = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2), Tile(32, 1, 4), Tile(64, 1, 4)]
+        flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
         yield from new(Choice(step, flushes[0]))
     for flush in flushes:

@@ -167,7 +167,8 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     geometry, recurrence = layout.geometry, layout.recurrence
     channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
     if tokens > 1:
-        step, flush = _fit(layout, 32, 1, 2), _fit(layout, 32, 1, 4) if channel else _fit(layout, 32, 8, 4, 3)
+        wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
+        step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide
         return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     if batch * geometry.heads * math.ceil(geometry.value_dim / 16) <= FEW_UNITS:
         if channel:

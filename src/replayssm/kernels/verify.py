@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head
+from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, state_dot
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -184,11 +184,18 @@ def verify_units(
                 tl.store(state_at, rounded, eviction_policy="evict_last")
             S = rounded.to(tl.float32)
 
-        unit_tokens(
-            b, h, g, p, n, S, past, tokens, empty, start + records, j < history,
-            writes[0] + slot * writes[1] + h * writes[3], writes[2], key, query, value, layer_params, weight,
-            probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP,
-        )  # fmt: skip
+        if T == 1:
+            one_token(
+                b, h, g, p, n, S, past, tokens, empty, (start + records) % RING_ROWS,
+                j < history, writes[0] + slot * writes[1] + h * writes[3], writes[2], key, query, value, layer_params,
+                weight, probes, y, H, N, P, NP, WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP,
+            )  # fmt: skip
+        else:
+            several_tokens(
+                b, h, g, p, n, S, past, tokens, empty, start + records, j < history,
+                writes[0] + slot * writes[1] + h * writes[3], writes[2], key, query, value, layer_params, weight,
+                probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -198,76 +205,121 @@ def unit_columns(unit, P: tl.constexpr, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def unit_tokens(
+def one_token(
+    b, h, g, p, n, S, past, tokens, empty, ring_row, shown, writes, writes_row, key, query, value, layer_params,
+    weight, probes, y,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, MODE: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+):  # fmt: skip
+    """Output and write vector of a unit's only token, on one or two weighted sums over columns of S and of `past`."""
+    scalars: tl.constexpr = (WP + 1) * (2 if DELTA else 1)
+    j = tl.arange(0, WP)
+    live = tokens > 0
+    probe_mask = n < N
+    value_mask = p < P
+    if not CHANNEL:
+        probe_mask &= live
+    v = tl.load(value[0] + b * value[1] + h * P + p, mask=value_mask & live, other=0)
+    probe = probes + (b * H + h) * (2 * N) + n
+    if CHANNEL:
+        q = tl.load(probe, mask=probe_mask, other=0)
+        out = tl.sum(S * q[:, None], 0)
+    else:
+        q = tl.load(query[0] + b * query[1] + g * N + n, mask=probe_mask, other=0).to(tl.float32)
+        out = tl.sum(S * q[:, None], 0) * tl.load(weight + scalars)
+    if MODE == STEP_ROWS:
+        out = tl.where(empty, 0.0, out)
+    if MODE != FLUSH_ROWS:
+        out += tl.sum(tl.load(weight + j, mask=shown, other=0)[:, None] * past, 0)
+    u = v.to(tl.float32)
+    if DELTA:
+        if CHANNEL:
+            k = tl.load(probe + N, mask=probe_mask, other=0)
+            answer = tl.sum(S * k[:, None], 0)
+        else:
+            k = tl.load(key[0] + b * key[1] + g * N + n, mask=probe_mask, other=0).to(tl.float32)
+            answer = tl.sum(S * k[:, None], 0) * tl.load(weight + scalars + 1)
+        if MODE == STEP_ROWS:
+            answer = tl.where(empty, 0.0, answer)
+        if MODE != FLUSH_ROWS:
+            answer += tl.sum(tl.load(weight + WP + j, mask=shown, other=0)[:, None] * past, 0)
+        u -= answer
+    u *= tl.load(weight + scalars + 2)
+    out += tl.load(weight + (2 if DELTA else 1) * WP) * u
+    if SKIP:
+        out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
+    rounded = tl.where(live, out, 0.0).to(y[0].dtype.element_ty)
+    tl.store(y[0] + b * y[1] + h * P + p, rounded, mask=value_mask, eviction_policy="evict_last")
+    kept = u.to(writes.dtype.element_ty) if DELTA else v.to(writes.dtype.element_ty)
+    tl.store(writes + ring_row * writes_row + p, kept, mask=value_mask & live, eviction_policy="evict_last")
+
+
+@triton.jit
+def several_tokens(
     b, h, g, p, n, S, past, tokens, empty, ring_start, shown, writes, writes_row, key, query, value, layer_params,
     weight, probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and write vectors of a unit's tokens: weighted sums over columns of S, of `past` and of drafts.
+    """The same for T tokens at once, as products of small matrices with TP rows.
 
-    Sums on the units for fp32 are cheaper here than tensor cores, for which S would be split into parts and go through
-    shared memory (docs/experiments.md).
+    Outputs and corrections are the same sums with other weights: row i of a matrix is the output of token i, or from
+    LATER on the correction and write vector of token i - LATER; only delta rules keep the two apart.
     """
+    LATER: tl.constexpr = TP // 2 if DELTA else 0
     scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
-    drafts: tl.constexpr = (2 if DELTA else 1) * WP
     i, j = tl.arange(0, TP), tl.arange(0, WP)
-    in_step = i < T
-    value_mask = p < P
-    probe = probes + (b * H + h) * (T * 2 * N) + n
-    writes_of = tl.zeros([TP, S.shape[1]], tl.float32)
-    outputs, kept = writes_of, writes_of
-    for t in tl.static_range(T):
-        live = t < tokens
-        v = tl.load(value[0] + b * value[1] + t * value[2] + h * P + p, mask=value_mask & live, other=0)
-        if CHANNEL:
-            q = tl.load(probe, mask=n < N, other=0)
-            out = tl.sum(S * q[:, None], 0)
-        else:
-            q = tl.load(query[0] + b * query[1] + t * query[2] + g * N + n, mask=(n < N) & live, other=0)
-            out = tl.sum(S * q.to(tl.float32)[:, None], 0) * tl.load(weight + scalars)
-        if MODE == STEP_ROWS:
-            out = tl.where(empty, 0.0, out)
-        if MODE != FLUSH_ROWS:
-            out += tl.sum(tl.load(weight + j, mask=shown, other=0)[:, None] * past, 0)
-        u = v.to(tl.float32)
+    corrects = i >= LATER
+    kind = corrects.to(tl.int32) if DELTA else i * 0
+    t_row = i - LATER * kind
+    in_step, live = t_row < T, t_row < tokens
+    token = weight + t_row * BLOCK
+
+    probe_mask = (in_step if CHANNEL else live)[:, None] & (n < N)[None, :]
+    if CHANNEL:
+        probe = tl.load(
+            probes + (((b * H + h) * T + t_row) * 2 + kind)[:, None] * N + n[None, :], mask=probe_mask, other=0
+        )
+        out = state_dot(probe, S)
+    else:
+        at = query[0] + b * query[1] + t_row[:, None] * query[2]
         if DELTA:
-            if CHANNEL:
-                k = tl.load(probe + N, mask=n < N, other=0)
-                answer = tl.sum(S * k[:, None], 0)
-            else:
-                k = tl.load(key[0] + b * key[1] + t * key[2] + g * N + n, mask=(n < N) & live, other=0)
-                answer = tl.sum(S * k.to(tl.float32)[:, None], 0) * tl.load(weight + scalars + 1)
-            if MODE == STEP_ROWS:
-                answer = tl.where(empty, 0.0, answer)
-            if MODE != FLUSH_ROWS:
-                answer += tl.sum(tl.load(weight + WP + j, mask=shown, other=0)[:, None] * past, 0)
-            if t > 0:
-                to_k = tl.load(weight + drafts + T + i, mask=i < t, other=0)
-                answer += tl.sum(to_k[:, None] * writes_of, 0)
-            u -= answer
-        u *= tl.load(weight + scalars + 2)
-        if T == 1:
-            out += tl.load(weight + drafts) * u
-        else:
-            writes_of = tl.where((i == t)[:, None], u[None, :], writes_of)
-            out += tl.sum(tl.load(weight + drafts + i, mask=in_step & (i <= t), other=0)[:, None] * writes_of, 0)
-        if SKIP:
-            out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
-        out = tl.where(live, out, 0.0)
-        record = u if DELTA else v.to(tl.float32)
-        if T == 1:
-            outputs, kept = out[None, :], record[None, :]
-        else:
-            outputs = tl.where((i == t)[:, None], out[None, :], outputs)
-            kept = writes_of if DELTA else tl.where((i == t)[:, None], record[None, :], kept)
-        weight += BLOCK
-        probe += 2 * N
-    # all stores come last: a load may not move before a store, and every token would wait for its loads
-    y_at = y[0] + b * y[1] + i[:, None] * y[2] + h * P + p[None, :]
-    y_mask = in_step[:, None] & value_mask[None, :]
-    tl.store(y_at, outputs.to(y[0].dtype.element_ty), mask=y_mask, eviction_policy="evict_last")
-    writes_at = writes + ((ring_start + i) % RING_ROWS)[:, None] * writes_row + p[None, :]
-    writes_mask = (i < tokens)[:, None] & value_mask[None, :]
-    tl.store(writes_at, kept.to(writes.dtype.element_ty), mask=writes_mask, eviction_policy="evict_last")
+            at = tl.where(corrects[:, None], key[0] + b * key[1] + t_row[:, None] * key[2], at)
+        probe = tl.load(at + g * N + n[None, :], mask=probe_mask, other=0)
+        out = state_dot(probe, S) * tl.load(token + scalars + kind, mask=in_step, other=0)[:, None]
+    if MODE == STEP_ROWS:
+        out = tl.where(empty, 0.0, out)
+    if MODE != FLUSH_ROWS:
+        past_at = (token + kind * WP)[:, None] + j[None, :]
+        past_weight = tl.load(past_at, mask=in_step[:, None] & shown[None, :], other=0)
+        out += tl.dot(past_weight, past, input_precision="tf32x3")
+
+    value_mask = (corrects & live)[:, None] & (p < P)[None, :]
+    v_at = value[0] + b * value[1] + t_row[:, None] * value[2] + h * P + p[None, :]
+    v = tl.load(v_at, mask=value_mask, other=0)
+    rate = tl.load(token + scalars + 2, mask=corrects & in_step, other=0)
+    u = v.to(tl.float32)
+    drafts: tl.constexpr = (2 if DELTA else 1) * WP
+    if DELTA:
+        u = (u - out) * rate[:, None]
+        for t in tl.static_range(1, T):  # forward substitution
+            to_k = tl.load(weight + t * BLOCK + drafts + T + t_row, mask=corrects & (t_row < t), other=0)
+            known = tl.sum(to_k[:, None] * u, 0) * tl.load(weight + t * BLOCK + scalars + 2)
+            u -= tl.where((corrects & (t_row == t))[:, None], known[None, :], 0.0)
+    else:
+        u *= rate[:, None]
+    draft_mask = (in_step & (kind == 0) if DELTA else in_step)[:, None] & corrects[None, :]
+    draft_mask &= t_row[None, :] <= t_row[:, None]
+    draft_weight = tl.load((token + drafts)[:, None] + t_row[None, :], mask=draft_mask, other=0)
+    out += tl.dot(draft_weight, u, input_precision="tf32x3")
+    if SKIP:
+        out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
+
+    y_mask = (in_step & (kind == 0))[:, None] & (p < P)[None, :]
+    y_at = y[0] + b * y[1] + t_row[:, None] * y[2] + h * P + p[None, :]
+    rounded = tl.where(live[:, None], out, 0.0).to(y[0].dtype.element_ty)
+    tl.store(y_at, rounded, mask=y_mask, eviction_policy="evict_last")
+    kept = u.to(writes.dtype.element_ty) if DELTA else v.to(writes.dtype.element_ty)
+    writes_at = writes + ((ring_start + t_row) % RING_ROWS)[:, None] * writes_row + p[None, :]
+    tl.store(writes_at, kept, mask=value_mask, eviction_policy="evict_last")
