@@ -2,9 +2,12 @@
 
     python benchmarks/accuracy/random_interleavings.py --examples 10000 --processes 2 \
         --json benchmarks/accuracy/results/random_interleavings.json
+    python benchmarks/accuracy/random_interleavings.py --every-pair --examples 1000 --processes 1 \
+        --json benchmarks/accuracy/results/every_pair.json
 
 Each example is a random model, configuration and sequence of up to 30 verbs; outputs, states, cursors and untouched
-memory are compared after each. Examples differ from those of the test run: the seed is an option.
+memory are compared after each. Examples differ from those of the test run: the seed is an option. With --every-pair
+each combination of checkpoint and read copy is a mode of its own, all with the same number of examples.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from hypothesis.stateful import run_state_machine_as_test
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.core.machine import MODES, machine_for  # noqa: E402
+from tests.core.machine import EVERY_PAIR, machine_for  # noqa: E402
 from tests.core.setups import RECURRENCES  # noqa: E402
 from tests.core.test_invariants import SHARE  # noqa: E402
 
@@ -112,13 +115,15 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every-pair", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
-    total = sum(SHARE.values()) * len(RECURRENCES)
+    share = dict.fromkeys(EVERY_PAIR, 1.0) if arguments.every_pair else SHARE
+    total = sum(share.values()) * len(RECURRENCES)
     jobs = []
-    for recurrence, mode in itertools.product(RECURRENCES, MODES):
-        wanted = -(-round(arguments.examples * SHARE[mode] * 1000) // round(total * 1000))
+    for recurrence, mode in itertools.product(RECURRENCES, share):
+        wanted = -(-round(arguments.examples * share[mode] * 1000) // round(total * 1000))
         for part in range(0, wanted, PART):
             jobs.append((recurrence, mode, min(PART, wanted - part), arguments.seed * 1_000_003 + len(jobs)))
     began, digest, commit = time.monotonic(), source_digest(), git("rev-parse", "--short", "HEAD")

@@ -7,11 +7,16 @@ given and what to do instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from replayssm.state.formats import FORMATS
 
 MAX_WINDOW = 64
 MAX_VERIFY_LEN = 16
+Rounding = Literal["nearest", "stochastic"]
+
+SHARED_ONLY = ("int8", "nvfp4")
+"""Formats of read copies. As a checkpoint they serve to show what it costs when reads and recurrence share one copy."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class ReplayConfig:
         verify_len: most new tokens of a row in one step (1 + drafts), 1..min(window, 16).
         checkpoint_format: storage format of the checkpoint, a name in `state.formats.FORMATS`.
         read_format: storage format of the read copy, or None when outputs read the checkpoint itself.
+        rounding: how a checkpoint narrower than fp32 is rounded, once per flush: to "nearest" even, or "stochastic", up
+            or down at random so that the mean is exact. Read copies are always rounded to nearest.
         carry_history: keep enough convolution inputs to reach back to any record of the ring, which
             `materialize` and `fork` to an earlier point need.
         stagger: give each acquired slot its own phase for its first flush, so that a batch that starts
@@ -37,6 +44,7 @@ class ReplayConfig:
     verify_len: int = 1
     checkpoint_format: str = "fp32"
     read_format: str | None = None
+    rounding: Rounding = "nearest"
     carry_history: bool = False
     stagger: bool = True
 
@@ -60,7 +68,20 @@ class ReplayConfig:
                 continue
             if value not in FORMATS:
                 raise ValueError(f"{name} must be one of {', '.join(FORMATS)}, got {value!r}")
+        if self.rounding not in get_args(Rounding):
+            raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, got {self.rounding!r}")
+        if self.rounding == "stochastic" and self.checkpoint_format in ("fp64", "fp32"):
+            raise ValueError(
+                f"a checkpoint in {self.checkpoint_format} is not rounded to fewer bits than it is computed in: "
+                'rounding "stochastic" needs a narrower checkpoint_format'
+            )
         if self.read_format is not None:
+            if self.checkpoint_format in SHARED_ONLY:
+                raise ValueError(
+                    f"checkpoint_format {self.checkpoint_format} is too coarse to drive the recurrence beside a read "
+                    "copy: it is offered only as the one copy that reads and recurrence share; leave read_format out, "
+                    "or use a checkpoint in fp32, fp16, bf16 or fp8"
+                )
             read, checkpoint = FORMATS[self.read_format], FORMATS[self.checkpoint_format]
             if read.bits_per_element >= checkpoint.bits_per_element:
                 raise ValueError(

@@ -102,7 +102,7 @@ def test_a_clamped_state_warns(formats: dict[str, str], message: str) -> None:
         forward(model, prompt(5), held)
         pool = sequences_of(held).pool
         beyond = torch.full((1, *pool.layers[0].layout.geometry.state_shape), 1e6)
-        pool.layers[0].store(torch.tensor([0]), beyond, torch.tensor([True]), pool.cursor)
+        pool.store(0, torch.tensor([0]), beyond, torch.tensor([True]), torch.tensor([5]))
         del held, pool
         with pytest.warns(SaturationWarning, match=message):
             handle.traffic()

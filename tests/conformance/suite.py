@@ -34,7 +34,7 @@ class Bench:
             recurrence, self.geometry, config, slots=slots, model_dtype=torch.float64, params=[self.params]
         )
         for tensor in self.pool.layers[0].tensors.values():
-            tensor.fill_(torch.nan)
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1 if tensor.dtype == torch.int8 else 255)
         self.slots = [self.pool.acquire() for _ in range(rows)]
         self.position = [0] * rows
 
@@ -136,16 +136,17 @@ def prefills_in_chunks(recurrence: Recurrence) -> None:
 
 def solves_again_from_a_read_copy(recurrence: Recurrence) -> None:
     """With a rounded read copy the state stays exact: nothing that outlives a flush was computed from the copy."""
-    config = ReplayConfig(window=5, verify_len=3, checkpoint_format="fp64", read_format="fp16")
-    bench = Bench(recurrence, config)
-    for _ in range(9):
-        inputs, width = bench.batch([3, 2, 3], [0, 1, 2])
-        with flow.step(bench.pool, bench.slots, [3, 2, 3], width=width) as step:
-            flow.verify(bench.pool, 0, step, inputs)
-        flow.commit(bench.pool, bench.slots, [3, 1, 0])
-        bench.position = [p + a for p, a in zip(bench.position, [3, 1, 0], strict=True)]
-    flow.flush(bench.pool, bench.slots)
-    bench.check_states()
+    for read_format in ("fp16", "fp8", "int8", "nvfp4"):
+        config = ReplayConfig(window=5, verify_len=3, checkpoint_format="fp64", read_format=read_format)
+        bench = Bench(recurrence, config)
+        for _ in range(9):
+            inputs, width = bench.batch([3, 2, 3], [0, 1, 2])
+            with flow.step(bench.pool, bench.slots, [3, 2, 3], width=width) as step:
+                flow.verify(bench.pool, 0, step, inputs)
+            flow.commit(bench.pool, bench.slots, [3, 1, 0])
+            bench.position = [p + a for p, a in zip(bench.position, [3, 1, 0], strict=True)]
+        flow.flush(bench.pool, bench.slots)
+        bench.check_states()
 
 
 def keeps_states_through_a_life(recurrence: Recurrence) -> None:

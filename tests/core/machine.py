@@ -5,8 +5,9 @@ demands that whatever the verb must not touch keeps its bits; after it, all memo
 NaN again, so that a read of a stale row turns outputs and states to NaN.
 
 Modes, by what the checkpoint is kept in: "exact" (fp64, where faults stand out from rounding), "fp32", "read copy" (the
-state must stay exact, outputs follow the copy's precision) and "low precision" (one rounding per flush; values beyond
-the format's range are clamped and counted).
+state must stay exact, outputs follow the copy's precision), "low precision" (one rounding per flush; values beyond the
+format's range are clamped and counted) and "two precisions" (the pairs that are meant to be used). `EVERY_PAIR` has
+all.
 """
 
 from __future__ import annotations
@@ -32,14 +33,34 @@ from replayssm.state.slots import PAD_SLOT, SlotError
 from replayssm.state.snapshot import restore, snapshot
 
 from . import oracle
-from .setups import BEYOND_FP16, REGIMES, TOKENS, Model, Setup, bits, exact, geometry_for, grid
+from .setups import BEYOND_FP16, REGIMES, TOKENS, Model, Setup, bits, exact, geometry_for, grid, poison
 
 MODES: dict[str, tuple[tuple[str, str | None], ...]] = {
     "exact": (("fp64", None),),
     "fp32": (("fp32", None),),
     "read copy": (("fp64", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"), ("fp64", "bf16")),
     "low precision": (("fp16", None), ("bf16", None)),
+    "two precisions": (("fp32", "fp8"), ("fp32", "int8"), ("fp32", "nvfp4"), ("fp16", "nvfp4"), ("fp8", "nvfp4")),
 }
+"""(checkpoint_format, read_format) of each mode."""
+
+
+def legal(checkpoint: str, read_copy: str | None) -> bool:
+    """Whether the configuration takes this pair."""
+    try:
+        ReplayConfig(checkpoint_format=checkpoint, read_format=read_copy)
+    except ValueError:
+        return False
+    return True
+
+
+EVERY_PAIR = {
+    f"{checkpoint} + {read_copy}" if read_copy else checkpoint: ((checkpoint, read_copy),)
+    for checkpoint in ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4")
+    for read_copy in (None, "fp16", "bf16", "fp8", "int8", "nvfp4")
+    if legal(checkpoint, read_copy)
+}
+"""Each combination as a mode of its own; int8 and NVFP4 alone are one copy that reads and recurrence share."""
 
 
 @st.composite
@@ -47,12 +68,16 @@ def setups(draw: st.DrawFn, recurrence: str, mode: str) -> Setup:
     """A random configuration and tiny model."""
     window = draw(st.one_of(st.integers(1, 6), st.integers(1, 64), st.sampled_from((1, 2, 16, 64))), label="window")
     verify_len = draw(st.integers(1, min(window, 16)), label="verify_len")
-    checkpoint, read_copy = draw(st.sampled_from(MODES[mode]), label="formats")
+    checkpoint, read_copy = draw(st.sampled_from((MODES | EVERY_PAIR)[mode]), label="formats")
+    roundings = ("nearest",) if checkpoint in ("fp64", "fp32") else ("nearest", "stochastic")
+    # blocks of 16 and of 32 key rows: shorter than one, and one with a rest
+    in_blocks = {"int8", "nvfp4"} & {checkpoint, read_copy}
     config = ReplayConfig(
         window=window,
         verify_len=verify_len,
         checkpoint_format=checkpoint,
         read_format=read_copy,
+        rounding=draw(st.sampled_from(roundings), label="rounding"),
         carry_history=draw(st.booleans(), label="carry_history"),
         stagger=draw(st.booleans(), label="stagger"),
     )
@@ -66,6 +91,7 @@ def setups(draw: st.DrawFn, recurrence: str, mode: str) -> Setup:
             key_heads=draw(st.sampled_from((1, 2)), label="key_heads"),
             conv=draw(st.booleans(), label="conv"),
             conv_width=draw(st.sampled_from((4, 2)), label="conv_width"),
+            key_dim=draw(st.sampled_from((4, 18, 34) if in_blocks else (3,)), label="key_dim"),
         ),
         model_dtype=draw(st.sampled_from(model_dtypes), label="model dtype"),
         regime=draw(st.sampled_from(regimes), label="regime"),
@@ -163,7 +189,7 @@ class Machine(RuleBasedStateMachine):
         free = self.free()
         wanted = None if choice is None else free[choice % len(free)]
         with self.untouched(except_slots=free):
-            slot = self.pool.acquire(wanted)
+            slot = self.pool.acquire(wanted, seed=self.fresh)
         assert slot in free if wanted is None else slot == wanted
         self.adopt(slot, self.model.sequence())
 
@@ -643,7 +669,7 @@ class Machine(RuleBasedStateMachine):
             for name, tensor in layer.tensors.items():
                 kind = name.split(".")[0]
                 unread = ~rows[kind] if kind in rows else empty
-                tensor.masked_fill_(unread.reshape(*unread.shape, *[1] * (tensor.dim() - unread.dim())), torch.nan)
+                poison(tensor, unread.reshape(*unread.shape, *[1] * (tensor.dim() - unread.dim())))
 
 
 def machine_for(recurrence: str, mode: str) -> type[Machine]:

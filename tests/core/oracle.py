@@ -36,12 +36,40 @@ import numpy as np
 Array = np.ndarray
 Token = Mapping[str, Array]
 
-# Eps of the storage formats (spacing at 1), their smallest subnormal, and their largest value.
-STORAGE = {
-    "fp64": (2.0**-52, 0.0, (2 - 2.0**-52) * 2.0**1023),
-    "fp32": (2.0**-23, 2.0**-149, (2 - 2.0**-23) * 2.0**127),
-    "fp16": (2.0**-10, 2.0**-24, (2 - 2.0**-10) * 2.0**15),
-    "bf16": (2.0**-7, 2.0**-133, (2 - 2.0**-7) * 2.0**127),
+# How far one rounding to nearest can take a state from where it was, relative to its norm.
+#   casts   half the spacing at 1
+#   fp8     half the spacing of 3 mantissa bits, and elements below 2^-6 448ths of their column's largest
+#   int8    half a step of amax / 127 for each of the 32 elements of a block: sqrt(32) / 2 / 127
+#   nvfp4   magnitudes from 1 up are off by a fifth at most (at 1.25, 2.5, 5), those below by a quarter of the block's
+#           scale, which is at most (1 + 2^-4) amax / 6: 0.2 + 0.25 sqrt(16) 1.0625 / 6
+# The last term covers that a scale, too, is rounded, and that those of NVFP4's blocks stop at 2^-9.
+STEP = {
+    "fp64": 2.0**-53,
+    "fp32": 2.0**-24,
+    "fp16": 2.0**-11,
+    "bf16": 2.0**-8,
+    "fp8": 2.0**-4 + 1e-4,
+    "int8": 32**0.5 / 2 / 127 + 1e-4,
+    "nvfp4": 0.2 + 1.0625 / 6 + 1e-4,
+}
+# Below their smallest normal numbers formats have an absolute error: half the distance of neighbours, of an element.
+FLOOR = {
+    "fp64": 0.0,
+    "fp32": 2.0**-150,
+    "fp16": 2.0**-25,
+    "bf16": 2.0**-134,
+    "fp8": 2.0**-109,
+    "int8": 2.0**-101,
+    "nvfp4": 2.0**-109,
+}
+LIMIT = {
+    "fp64": (2 - 2.0**-52) * 2.0**1023,
+    "fp32": (2 - 2.0**-23) * 2.0**127,
+    "fp16": (2 - 2.0**-10) * 2.0**15,
+    "bf16": (2 - 2.0**-7) * 2.0**127,
+    "fp8": 2.0**127,
+    "int8": 2.0**127,
+    "nvfp4": 2.0**127,
 }
 
 
@@ -159,6 +187,8 @@ class Sequence:
     `folded` counts the tokens in the checkpoint. It enters no state that the checkpoint's format can hold: it says when
     a low-precision checkpoint is rounded (and clamped), and how many records the ring must hold.
 
+    `stochastic` says that the checkpoint may be rounded to either side.
+
     `tolerance`, `ring_rows` and `tiny` describe the arithmetic that is tested: its relative error, the records that it
     sums up, and its smallest normal number.
     """
@@ -169,6 +199,7 @@ class Sequence:
     tolerance: float
     ring_rows: int
     tiny: float
+    stochastic: bool = False
     window: int = 0
     tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
@@ -218,7 +249,7 @@ class Sequence:
         A running sum of R log decays is rounded at each addition, an error of up to R eps times the sum of their sizes;
         a decay is exp of the difference of two such sums.
         """
-        return self.tolerance + 2 * self.ring_rows * STORAGE["fp64"][0] * path
+        return self.tolerance + 4 * self.ring_rows * STEP["fp64"] * path
 
     @property
     def floor(self) -> float:
@@ -271,7 +302,7 @@ class Sequence:
         for number, layer in enumerate(self.layers):
             state, error, drift = self.state(number), self.error(number), self.drift_at(number, tokens)
             self._count(self.checkpoint, state, error)
-            limit = STORAGE[self.checkpoint][2]
+            limit = LIMIT[self.checkpoint]
             held = self.trace[number].states[-1] = np.clip(state, -limit, limit)
             corrected = bool(self.pending) and layer.corrects
             if corrected and (np.abs(state) + error[:, None, None] > limit).any():
@@ -281,15 +312,15 @@ class Sequence:
                 # come to differ by C (e + c) - D c': D decays only, C corrects as well, and both are contractions.
                 drift = 2 * (error + _norm(state - held, (1, 2)))
             size = _norm(held, (1, 2)) + drift
-            if self.checkpoint in ("fp16", "bf16") and self.length:  # a checkpoint stored again as it was is exact
-                drift = drift + self._rounding(self.checkpoint, size)
+            if self.rounds_checkpoint():
+                drift = drift + (2 if self.stochastic else 1) * self._rounding(self.checkpoint, size)
             # Such rows were also corrected against the old read copy, off by r. Outputs see (C - D) r, |C - D| <= 2,
             # and C e - D c' with c' cut off by the new copy: e is in the other bounds, |c'| <= |c| + |e|, c follows.
             read = 2 * self.read_at(number) + error if corrected else np.zeros_like(drift)
             if self.read_copy is not None:
                 self._count(self.read_copy, state, error)
                 # outputs see a copy that is clamped to a narrower range; the state that they are compared with is not
-                limit = STORAGE[self.read_copy][2]
+                limit = LIMIT[self.read_copy]
                 read = read + _norm(np.maximum(np.abs(held) - limit, 0), (1, 2)) + self._rounding(self.read_copy, size)
             self.drift[number], self.read[number] = drift, read
         self.folded = tokens
@@ -300,17 +331,24 @@ class Sequence:
         self.pending, self.drift = [], [np.zeros_like(drift) for drift in self.drift]
         self.fold()
 
+    def rounds_checkpoint(self) -> bool:
+        """Whether storing the checkpoint now rounds it. Stored again as it was it is exact, but for a scale's last bit.
+
+        A value that a last bit has moved off the grid may be rounded at random to the next one.
+        """
+        narrow, casts = self.checkpoint not in ("fp64", "fp32"), self.checkpoint in ("fp16", "bf16")
+        return narrow and (self.length > 0 or (self.stochastic and not casts))
+
     def _count(self, form: str, state: Array, error: Array) -> None:
         """Add the elements of a state about to be stored that lie beyond the format's range: the least, the most."""
-        beyond, error = np.abs(state) - STORAGE[form][2], error[:, None, None]
+        beyond, error = np.abs(state) - LIMIT[form], error[:, None, None]
         least, most = self.clamped
         self.clamped = least + int((beyond > error).sum()), most + int((beyond > -error).sum())
 
     def _rounding(self, form: str, size: Array) -> Array:
-        """Norm of one rounding to nearest of a state of norm `size`: half a spacing, relative or subnormal.
+        """Norm of one rounding to nearest of a state of norm `size`, per head.
 
         The last factor covers that the value rounded is itself off by the arithmetic's relative error.
         """
-        eps, smallest, _ = STORAGE[form]
         elements = np.prod(self.layers[0].state_shape[1:])
-        return (eps / 2 * size + smallest / 2 * np.sqrt(elements)) * (1 + 1e-4)
+        return (STEP[form] * size + FLOOR[form] * np.sqrt(elements)) * (1 + 1e-4)

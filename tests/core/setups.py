@@ -57,11 +57,13 @@ def exact(x: Tensor) -> np.ndarray:
     return x.double().numpy()
 
 
-def geometry_for(recurrence: str, key_heads: int = 1, conv: bool = False, conv_width: int = 4) -> Geometry:
+def geometry_for(
+    recurrence: str, key_heads: int = 1, conv: bool = False, conv_width: int = 4, key_dim: int = 3
+) -> Geometry:
     """Two heads, sharing keys or not; three channels of convolution where there is one."""
     if get(recurrence).decay == "channel":
         key_heads = 2
-    return Geometry(2, key_heads, 3, 2, conv_channels=3 if conv else 0, conv_width=conv_width)
+    return Geometry(2, key_heads, key_dim, 2, conv_channels=3 if conv else 0, conv_width=conv_width)
 
 
 def draw_inputs(
@@ -165,7 +167,7 @@ class Model:
         pool = StatePool(states)
         for layer in pool.layers:
             for tensor in layer.tensors.values():
-                tensor.fill_(torch.nan)
+                poison(tensor)
         return pool
 
     def sequence(self) -> Sequence:
@@ -177,11 +179,21 @@ class Model:
             tolerance(compute),
             self.layout.ring_rows,
             torch.finfo(compute).tiny,
+            stochastic=config.rounding == "stochastic",
         )
 
     def inputs(self, layer: int, numbers: Tensor) -> dict[str, Tensor]:
         """Inputs of tokens [B, T] by number."""
         return {name: x[numbers] for name, x in self.layers[layer].inputs.items()}
+
+
+def poison(tensor: Tensor, where: Tensor | None = None) -> None:
+    """Fill memory with NaN, all of it or where the mask says. Codes of integers get all bits set: NaN in E4M3."""
+    value = torch.nan if tensor.dtype.is_floating_point else 255 if tensor.dtype == torch.uint8 else -1
+    if where is None:
+        tensor.fill_(value)
+    else:
+        tensor.masked_fill_(where, value)
 
 
 def _with_filler(x: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from replayssm.recurrences.base import tolerance
 from replayssm.state.pool import StatePool
 from replayssm.state.slots import PAD_SLOT
 
-from .machine import Machine, Row, machine_for
+from .machine import MODES, Machine, Row, machine_for
 from .setups import DTYPES, RECURRENCES, Model, Setup, bits, exact, geometry_for, grid
 
-FORMATS = [("fp64", None), ("fp32", None), ("fp32", "fp16"), ("fp16", None), ("bf16", None)]
+FORMATS = [("fp64", None), ("fp32", None), ("fp32", "fp16"), ("fp16", None), ("bf16", None), *MODES["two precisions"]]
 
 
 def script(
@@ -33,7 +33,7 @@ def script(
         Setup(
             recurrence,
             ReplayConfig(checkpoint_format=checkpoint, read_format=read_copy, **options),  # type: ignore[arg-type]
-            geometry_for(recurrence, conv=conv),
+            geometry_for(recurrence, conv=conv, key_dim=18 if read_copy == "nvfp4" else 3),
             seed=7,
         )
     )
@@ -143,7 +143,8 @@ def test_3_a_flush_keeps_the_logical_state(recurrence: str, checkpoint: str, rea
     before = [flow.materialize(pool, layer, slots) for layer in machine.layers]
     machine.flush([Row(0), Row(1)])
     after = [flow.materialize(pool, layer, slots) for layer in machine.layers]
-    rounded = [x.to(pool.layers[0].layout.checkpoint_format.dtype).to(x.dtype) for x in before]
+    form = pool.layers[0].layout.checkpoint_format
+    rounded = [form.decode(form.encode(x), x.dtype) for x in before]
     for want, got in zip(rounded, after, strict=True):
         assert torch.equal(want, got)
 

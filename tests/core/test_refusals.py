@@ -67,7 +67,13 @@ class Small:
         ({"verify_len": 0}, r"verify_len must be in 1\.\.16, got 0"),
         ({"window": 32, "verify_len": 17}, r"verify_len must be in 1\.\.16, got 17"),
         ({"window": 3, "verify_len": 4}, "verify_len 4 is larger than window 3.*raise window to at least 4"),
-        ({"checkpoint_format": "fp8"}, "checkpoint_format must be one of fp64, fp32, fp16, bf16, got 'fp8'"),
+        ({"checkpoint_format": "fp4"}, "checkpoint_format must be one of fp64, fp32, .*, nvfp4, got 'fp4'"),
+        ({"rounding": "up"}, "rounding must be one of nearest, stochastic, got 'up'"),
+        ({"rounding": "stochastic"}, 'checkpoint in fp32 is not rounded .* rounding "stochastic" needs a narrower'),
+        ({"checkpoint_format": "nvfp4", "read_format": "nvfp4"}, "nvfp4 is too coarse to drive the recurrence"),
+        ({"checkpoint_format": "int8", "read_format": "nvfp4"}, "the one copy that reads and recurrence share"),
+        ({"checkpoint_format": "fp16", "read_format": "bf16"}, "read_format bf16 is not smaller than"),
+        ({"checkpoint_format": "fp8", "read_format": "int8"}, "read_format int8 is not smaller than"),
         ({"read_format": "int4"}, "read_format must be one of .*, got 'int4'"),
         ({"read_format": "fp32"}, "read_format fp32 is not smaller than checkpoint_format fp32"),
         ({"stagger": 1}, "stagger must be True or False, got 1"),
@@ -206,7 +212,7 @@ def test_snapshots() -> None:
         small.refuses(lambda b=bytes(flipped): restore(pool, b), "no ReplaySSM snapshot|damaged|version", SnapshotError)
     small.refuses(lambda: restore(pool, b"hello"), "no ReplaySSM snapshot", SnapshotError)
     small.refuses(
-        lambda: restore(pool, rewritten(data, version=2)), "format version 2, this library reads", SnapshotError
+        lambda: restore(pool, rewritten(data, version=3)), "format version 3, this library reads", SnapshotError
     )
     small.refuses(lambda: restore(pool, rewritten(data, length=1)), "checksum does not match", SnapshotError)
     small.refuses(lambda: restore(pool, data, small.slot), "already in use", SlotError)

@@ -19,7 +19,7 @@ from replayssm.flow import algebra
 from replayssm.flow.step import Step
 from replayssm.recurrences.delta import DeltaRule
 from replayssm.state import cursor
-from replayssm.state.formats import CastFormat
+from replayssm.state.formats import CastFormat, Nvfp4Format, nvfp4, scaled
 from replayssm.state.pool import LayerState, StatePool
 
 from .machine import Machine, Row, machine_for
@@ -230,13 +230,13 @@ def flush_reads_the_read_copy(patch: Patch) -> None:
 
 
 def infinite_out_of_range(patch: Patch) -> None:
-    patch.setattr(CastFormat, "encode", lambda self, state: {"": state.to(self.dtype)})
+    patch.setattr(CastFormat, "encode", lambda self, state, noise=None: {"": state.to(self.dtype)})
 
 
 def clamped_to_zero(patch: Patch) -> None:
     original = CastFormat.encode
     patch.setattr(
-        CastFormat, "encode", lambda self, x: original(self, x.where(x.abs() < torch.finfo(self.dtype).max, 0))
+        CastFormat, "encode", lambda self, x, noise=None: original(self, x.where(x.abs() < self.limit, 0), noise)
     )
 
 
@@ -245,18 +245,33 @@ def clamped_in_silence(patch: Patch) -> None:
 
 
 def read_copy_left_behind(patch: Patch) -> None:
-    original = LayerState.store
+    original = StatePool.store
 
-    def store(
-        self: LayerState, slots: torch.Tensor, state: torch.Tensor, active: torch.Tensor, counters: cursor.Cursor
-    ) -> None:
-        old = self.tensors["read_copy"].clone()
-        original(self, slots, state, active, counters)
+    def store(self: StatePool, layer: int, slots: torch.Tensor, *rest: torch.Tensor) -> None:
+        tensors = self.layers[layer].tensors
+        old = tensors["read_copy"].clone()
+        original(self, layer, slots, *rest)
         stale = bits(old)[slots] != 0
         if stale.any():
-            self.tensors["read_copy"].copy_(torch.where(old.isnan(), self.tensors["read_copy"], old))
+            tensors["read_copy"].copy_(torch.where(old.isnan(), tensors["read_copy"], old))
 
-    patch.setattr(LayerState, "store", store)
+    patch.setattr(StatePool, "store", store)
+
+
+def scale_of_the_next_block(patch: Patch) -> None:
+    """Encode and decode agree on the wrong block: only the sizes of the codes are off."""
+    original = scaled.spread
+    for module in (scaled, nvfp4):
+        patch.setattr(module, "spread", lambda scale, size, rows: original(scale.roll(1, -2), size, rows))
+
+
+def nibbles_swapped(patch: Patch) -> None:
+    original = Nvfp4Format.decode
+    patch.setattr(
+        Nvfp4Format,
+        "decode",
+        lambda self, parts, dtype: original(self, dict(parts) | {"": parts[""] << 4 | parts[""] >> 4}, dtype),
+    )
 
 
 def key_rounded(patch: Patch) -> None:
@@ -296,6 +311,10 @@ FAULTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (flush_reads_the_read_copy, "mamba2", "read copy"),
     (flush_reads_the_read_copy, "gdn", "read copy"),
     (read_copy_left_behind, "kda", "read copy"),
+    (flush_reads_the_read_copy, "gdn", "two precisions"),
+    (flush_reads_the_read_copy, "mamba2", "two precisions"),
+    (scale_of_the_next_block, "gdn", "two precisions"),
+    (nibbles_swapped, "mamba2", "two precisions"),
     (infinite_out_of_range, "gdn", "low precision"),
     (infinite_out_of_range, "mamba2", "read copy"),
     (clamped_to_zero, "kda", "low precision"),

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do is in `generate.py` and `info.py`."""
+"""The commands and their options. What they do is in files of their names."""
 
 from __future__ import annotations
 
@@ -109,6 +109,72 @@ def generate(
         )
         status = command.run(request)
     raise typer.Exit(status)
+
+
+@app.command("eval")
+def evaluate(
+    text: Annotated[
+        Path | None,
+        typer.Argument(help="The text to decode, a UTF-8 file; it is given, not written.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A checkpoint folder, or the name of a bundled model.")
+    ] = DEFAULT,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision",
+            "-p",
+            help='How the state is kept, "checkpoint" or "checkpoint+read copy", as in fp16+nvfp4; '
+            "fp8-stochastic+nvfp4 rounds the checkpoint at random. May be repeated; by default a usual choice.",
+            show_default=False,
+        ),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help='Multiple-choice questions to score as well: {"question": text, "choices": [texts], "answer": index} '
+            "a line.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each sequence that is cut from the text.")] = 1024,
+    sequences: Annotated[int, typer.Option(help="Sequences, one behind the other in the text.")] = 1,
+    window: Annotated[int, typer.Option(help="Tokens in the ring before it is folded into the checkpoint.")] = 16,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.", show_default=False)
+    ] = None,
+    plot_out: Annotated[
+        Path | None, typer.Option("--plot", help="Draw divergence by position to this file.", show_default=False)
+    ] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Where to run; cuda if there is one, else cpu.", show_default=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights and activations.")] = Dtype.fp32,
+) -> None:
+    """Measure what a precision of the state costs: divergence from decoding with fp32 states, and accuracy.
+
+    The text is decoded token window by token window in every precision, and each is compared with fp32 states.
+    """
+    from replayssm.cli import evaluate as command
+    from replayssm.cli.generate import choose_device, find_folder
+
+    with clear_errors():
+        command.run(
+            command.Request(
+                text=text,
+                questions=questions,
+                folder=find_folder(model),
+                precisions=tuple(precision or command.USUAL),
+                tokens=tokens,
+                sequences=sequences,
+                window=window,
+                json_out=json_out,
+                plot_out=plot_out,
+                device=choose_device(device and device.value),
+                dtype=dtype.value,
+            )
+        )
 
 
 @app.command()

@@ -136,7 +136,7 @@ def run(request: Request) -> int:
     """Load, decode, report; the exit status."""
     console = Console(stderr=True, highlight=False)
     with console.status(f"Loading {request.folder.name}"):
-        tokenizer, model = load(request)
+        tokenizer, model = load(request.folder, request.dtype, request.device)
         inputs = tokenizer(request.prompt, return_tensors="pt").to(request.device)
         _check_tokens(inputs["input_ids"], model)
         handle = _attach(model, request.config())
@@ -153,37 +153,37 @@ def run(request: Request) -> int:
     return compare(console, tokenizer, request, replayed, ordinary)
 
 
-def load(request: Request) -> tuple[Any, Any]:
+def load(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
     """The tokenizer and the model of a checkpoint folder; nothing is looked up on a network."""
     import transformers
     from safetensors import SafetensorError
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model_class = _find_class(request.folder)
-    if not (any(request.folder.glob("tokenizer*")) or any(request.folder.glob("vocab*"))):
+    model_class = _find_class(folder)
+    if not (any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))):
         # transformers would go on with an empty vocabulary.
-        raise CliError(f"{request.folder} holds no tokenizer; save the model's tokenizer there with save_pretrained.")
+        raise CliError(f"{folder} holds no tokenizer; save the model's tokenizer there with save_pretrained.")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(request.folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CliError(
-            f"The tokenizer in {request.folder} cannot be loaded ({first_line(error)}); copy or save it again."
+            f"The tokenizer in {folder} cannot be loaded ({first_line(error)}); copy or save it again."
         ) from None
     try:
         model, report = model_class.from_pretrained(
-            request.folder, dtype=DTYPES[request.dtype], local_files_only=True, output_loading_info=True
+            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CliError(
-            f"The model in {request.folder} cannot be loaded ({first_line(error)}); copy or save it again."
+            f"The model in {folder} cannot be loaded ({first_line(error)}); copy or save it again."
         ) from None
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise CliError(f"The checkpoint in {request.folder} is incomplete: it lacks {missing}; copy or save it again.")
+        raise CliError(f"The checkpoint in {folder} is incomplete: it lacks {missing}; copy or save it again.")
     with out_of_memory_is_an_error():
-        return tokenizer, model.to(request.device).eval()
+        return tokenizer, model.to(device).eval()
 
 
 def _find_class(folder: Path) -> Any:

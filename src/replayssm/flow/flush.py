@@ -32,12 +32,13 @@ def fold_due(pool: StatePool, number: int, step: Step) -> None:
         return
     layer, active = pool.layers[number], step.folded > 0
     slots, rows, mask, empty = step.slots, step.fold_rows, step.fold_mask, step.empty_before
+    tokens = step.position - step.history
     if host_visible(active):
         chosen = active.nonzero().squeeze(1)
         if not len(chosen):
             return
-        slots, rows, mask, empty, active = (x[chosen] for x in (slots, rows, mask, empty, active))
-    layer.store(slots, folded_state(layer, slots, rows, mask, empty), active, pool.cursor)
+        slots, rows, mask, empty, active, tokens = (x[chosen] for x in (slots, rows, mask, empty, active, tokens))
+    pool.store(number, slots, folded_state(layer, slots, rows, mask, empty), active, tokens)
 
 
 def folded_state(layer: LayerState, slots: Tensor, rows: Tensor, mask: Tensor, empty: Tensor) -> Tensor:

@@ -50,22 +50,22 @@ def materialize_into(
         for slot in taken:
             pool.release(slot)
         raise
-    target = torch.tensor(taken, device=pool.device)
+    source, target = (torch.tensor(x, dtype=torch.int64, device=pool.device) for x in (list(slots), taken))
+    tokens = pool.cursor.position[source] - pool.cursor.length[source] + bounds
+    pool.cursor.seed[target] = pool.cursor.seed[source]
     active = torch.ones(len(taken), dtype=torch.bool, device=pool.device)
     kernels = kernels_of(pool)
     for index, layer in enumerate(pool.layers):
         if kernels is None:
-            layer.store(target, _states(pool, index, slots, bounds), active, pool.cursor)
+            pool.store(index, target, _states(pool, index, slots, bounds), active, tokens)
         else:
             kernels.materialize_into(index, _plan(pool, slots, bounds), target)
         if "carry.conv" in layer.tensors:
             carry = layer.tensors["carry.conv"]
             for src, new in zip(slots, taken, strict=True):
                 carry[new].copy_(carry[src])
-    for src, new, count in zip(slots, taken, bounds.tolist(), strict=True):
-        counters = pool.cursor.get(src)
-        pool.cursor.set(new, position=counters["position"] - counters["length"] + count)
-        pool.cursor.saturated[new] += counters["saturated"]  # a copy of a clamped state is as wrong, and warns as well
+    pool.cursor.position[target] = tokens
+    pool.cursor.saturated[target] += pool.cursor.saturated[source]  # a copy of a clamped state is as wrong, and warns
     return taken
 
 

@@ -12,7 +12,7 @@ from replayssm.flow.flush import fold_due
 from replayssm.flow.records import take_inputs
 from replayssm.flow.step import Step
 from replayssm.flow.verify import window_outputs
-from replayssm.state.pool import LayerState, StatePool
+from replayssm.state.pool import StatePool
 
 CHUNK = 64  # tokens solved together; the work per token grows with it, the passes over the state shrink
 
@@ -45,7 +45,7 @@ def prefill(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor
         log_decay, u = torch.where(valid, log_decay, 0), torch.where(valid, u, 0)
         state = algebra.fold(state, recurrence.key(record), u, log_decay, geometry)
         outputs.append(y)
-    target.store(step.slots, state, step.tokens > 0, pool.cursor)
+    pool.store(layer, step.slots, state, step.tokens > 0, step.position + step.tokens)
     y = torch.cat(outputs, 1) if outputs else state.new_zeros(len(step.slots), 0, geometry.heads, geometry.value_dim)
     return torch.where(step.token_mask[..., None, None], y, 0)
 
@@ -71,11 +71,11 @@ def load(pool: StatePool, layer: int, step: Step, state: Tensor) -> None:
         state: [B, H, N, P], the state after them. The convolution's inputs go through `conv_append`.
     """
     _require_prompt(step)
-    target: LayerState = pool.layers[layer]
-    expected = (len(step.slots), *target.layout.geometry.state_shape)
+    layout = pool.layers[layer].layout
+    expected = (len(step.slots), *layout.geometry.state_shape)
     if tuple(state.shape) != expected or not state.is_floating_point():
         raise ValueError(f"state must be floating {list(expected)}, got {state.dtype} {list(state.shape)}")
-    target.store(step.slots, state.to(target.layout.compute_dtype), step.tokens > 0, pool.cursor)
+    pool.store(layer, step.slots, state.to(layout.compute_dtype), step.tokens > 0, step.position + step.tokens)
 
 
 def _require_prompt(step: Step) -> None:

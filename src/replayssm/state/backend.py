@@ -76,6 +76,8 @@ def layer_refusal(layer: LayerState) -> str | None:
         return f"the kernels take fp32, fp16 and bf16 activations, not {layout.model_dtype}"
     if config.read_format is not None:
         return f"the kernels have no read copies yet, and read_format is {config.read_format}"
+    if config.rounding != "nearest":
+        return f"the kernels round to nearest even, and rounding is {config.rounding}"
     if layout.geometry.key_dim > MAX_KEY_DIM:
         return f"the kernels hold at most {MAX_KEY_DIM} rows of a state, and key_dim is {layout.geometry.key_dim}"
     if not has_triton_form(type(recurrence).__module__):

@@ -70,6 +70,7 @@ class Cursor:
         window: window in force until the next flush.
         saturated: elements of checkpoint and read copy clamped to their format's range since acquire; copies of the
             sequence start with its count.
+        seed: of the request, for stochastic rounding; copies of the sequence have it, too.
     """
 
     start: Tensor
@@ -78,6 +79,7 @@ class Cursor:
     pending: Tensor
     window: Tensor
     saturated: Tensor
+    seed: Tensor
 
     @classmethod
     def allocate(cls, slots: int, device: torch.device | str) -> Cursor:

@@ -10,7 +10,7 @@ import torch
 
 from replayssm.config import ReplayConfig
 from replayssm.recurrences.base import Field, Geometry, Recurrence
-from replayssm.state.formats import FORMATS, CastFormat
+from replayssm.state.formats import FORMATS, Format
 
 PAGE_ALIGNMENT_BYTES = 128  # every tensor of a page starts on a cache line, so that vector loads stay aligned
 
@@ -66,15 +66,16 @@ class StateLayout:
                 f"{self.recurrence.title} decays each key channel of each head: heads {self.geometry.heads} must equal "
                 f"key_heads {self.geometry.key_heads}"
             )
+        _ = self.tensors  # a format that cannot hold this geometry says so now
 
     # ---- formats and dtypes
 
     @property
-    def checkpoint_format(self) -> CastFormat:
+    def checkpoint_format(self) -> Format:
         return FORMATS[self.config.checkpoint_format]
 
     @property
-    def read_format(self) -> CastFormat | None:
+    def read_format(self) -> Format | None:
         return None if self.config.read_format is None else FORMATS[self.config.read_format]
 
     @property

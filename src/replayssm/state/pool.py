@@ -15,7 +15,7 @@ from replayssm.config import ReplayConfig
 from replayssm.recurrences.base import Geometry, Recurrence
 from replayssm.state import backend as backends
 from replayssm.state.cursor import Cursor, first_window
-from replayssm.state.formats import CastFormat
+from replayssm.state.formats import Format, stochastic
 from replayssm.state.layout import StateLayout, Tally, Traffic, number_of
 from replayssm.state.rows import put_rows
 from replayssm.state.slots import PAD_SLOT, SlotTable
@@ -143,20 +143,7 @@ class LayerState:
         """Which tensor outputs read."""
         return "checkpoint" if self.layout.read_format is None else "read_copy"
 
-    def store(self, slots: Tensor, state: Tensor, active: Tensor, cursor: Cursor) -> None:
-        """Round `state` [B, H, N, P] into the checkpoint, and from there into the read copy, where `active` [B].
-
-        Elements clamped to the range of either format are counted per slot.
-        """
-        for kind, form in (("checkpoint", self.layout.checkpoint_format), ("read_copy", self.layout.read_format)):
-            if form is None:
-                continue
-            clamped = torch.where(active, form.saturated(state), 0)
-            cursor.saturated.index_add_(0, slots.clamp(min=0), clamped)
-            for suffix, part in form.encode(state).items():
-                put_rows(self.tensors[f"{kind}{suffix}"], (slots,), part, active)
-
-    def _format(self, kind: str) -> CastFormat:
+    def _format(self, kind: str) -> Format:
         form = {"checkpoint": self.layout.checkpoint_format, "read_copy": self.layout.read_format}[kind]
         assert form is not None
         return form
@@ -210,19 +197,24 @@ class StatePool:
 
     # ---- life cycle
 
-    def acquire(self, slot: int | None = None) -> int:
-        """Take a free slot (or the given one) and reset it."""
+    def acquire(self, slot: int | None = None, *, seed: int = 0) -> int:
+        """Take a free slot (or the given one) and reset it; `seed` as in `reset`."""
         slot = self.slots.acquire(slot)
-        self.reset(slot)
+        self.reset(slot, seed=seed)
         return slot
 
-    def reset(self, slot: int) -> None:
-        """Forget everything the slot held. Memory is left as it is: an empty checkpoint is never read."""
+    def reset(self, slot: int, *, seed: int = 0) -> None:
+        """Forget everything the slot held. Memory is left as it is: an empty checkpoint is never read.
+
+        Args:
+            slot: a live slot.
+            seed: of the request that takes it, any int64: the same seed and tokens round to the same checkpoints.
+        """
         self.slots.require_live(slot, allow_broken=True)
         window = self.config.window
         if self.config.stagger:
             window = first_window(self.slots.turns - 1, window, self.config.verify_len)
-        self.cursor.set(slot, start=0, length=0, position=0, pending=0, window=window, saturated=0)
+        self.cursor.set(slot, start=0, length=0, position=0, pending=0, window=window, saturated=0, seed=seed)
         self.slots.mend(slot)
 
     def release(self, slot: int) -> None:
@@ -281,6 +273,34 @@ class StatePool:
         for name, counter in self.cursor.items():
             getattr(pool.cursor, name).copy_(counter[index])
         return pool
+
+    # ---- writing
+
+    def store(self, layer: int, slots: Tensor, state: Tensor, active: Tensor, tokens: Tensor) -> None:
+        """Round a layer's `state` into its checkpoint and, the same exact state, into its read copy.
+
+        Elements clamped to the range of either format are counted per slot.
+
+        Args:
+            layer: index into `layers`.
+            slots: int64 [B].
+            state: [B, H, N, P].
+            active: bool [B], which rows are stored.
+            tokens: int64 [B], the tokens that the state holds; they number the draws of stochastic rounding.
+        """
+        target, at = self.layers[layer], slots.clamp(min=0)
+        layout, noise = target.layout, None
+        if self.config.rounding == "stochastic":
+            noise = stochastic.noise(self.cursor.seed[at], layer, tokens, layout.geometry.state_shape)
+        for kind, form, random in (
+            ("checkpoint", layout.checkpoint_format, noise),
+            ("read_copy", layout.read_format, None),
+        ):
+            if form is None:
+                continue
+            self.cursor.saturated.index_add_(0, at, torch.where(active, form.saturated(state), 0))
+            for suffix, part in form.encode(state, random).items():
+                put_rows(target.tensors[f"{kind}{suffix}"], (slots,), part, active)
 
     # ---- accounting
 

@@ -22,7 +22,7 @@ from replayssm.state.cursor import carry_row, ring_row
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import StatePool
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class SnapshotError(ValueError):
@@ -56,6 +56,7 @@ def snapshot(pool: StatePool, slot: int) -> bytes:
         "length": length,
         "position": position,
         "saturated": counters["saturated"],
+        "seed": counters["seed"],
         "layers": [_identity(layer.layout) for layer in pool.layers],
     }
     header["sha256"] = hashlib.sha256(payload + _canonical(header)).hexdigest()
@@ -106,7 +107,7 @@ def restore(pool: StatePool, data: bytes, slot: int | None = None) -> int:
                     f"{tensor.dtype} {list(whole)}"
                 )
             writes.append((tensor, rows if isinstance(rows, slice) else rows.to(tensor.device), value))
-    slot = pool.acquire(slot)
+    slot = pool.acquire(slot, seed=header["seed"])
     for tensor, rows, value in writes:
         tensor[slot][rows] = value.to(tensor.device)
     pool.cursor.set(slot, length=length, position=position, saturated=header["saturated"])
@@ -121,6 +122,7 @@ def _identity(layout: StateLayout) -> dict[str, Any]:
         "model_dtype": str(layout.model_dtype),
         "checkpoint_format": layout.config.checkpoint_format,
         "read_format": layout.config.read_format,
+        "rounding": layout.config.rounding,
         "carry_history": layout.config.carry_history,
     }
 

@@ -33,8 +33,31 @@ def rebound_forward(layer: RecurrentLayer) -> Callable[..., Any]:
     return _rebound(cls, layer.binding)
 
 
+def forward_with_cores(layer: RecurrentLayer, replacement: Callable[[Core], Callable[..., Any]]) -> Callable[..., Any]:
+    """The same forward with the functions that advance the state replaced, whatever they are handed."""
+    return _copied(type(layer.mixer), layer.binding, lambda originals: _cores(layer.binding, replacement))[0]
+
+
+def _cores(binding: Binding, replacement: Callable[[Core], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    return {core.name: replacement(core) for core in binding.cores}
+
+
 @functools.cache
 def _rebound(cls: Any, binding: Binding) -> Callable[..., Any]:
+    def ours(originals: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+        conv_step = _conv_step(originals[binding.conv_step], originals[binding.conv])
+        return {binding.conv_step: conv_step} | _cores(binding, lambda core: _core(core, originals[core.name]))
+
+    rebound, module = _copied(cls, binding, ours)
+    # torch.compile looks a function's globals up by module name, so the copy must be a module that can be found
+    sys.modules[module.__name__] = module
+    return rebound
+
+
+def _copied(
+    cls: Any, binding: Binding, ours: Callable[[dict[str, Any]], dict[str, Callable[..., Any]]]
+) -> tuple[Callable[..., Any], types.ModuleType]:
+    """A copy of the forward, and of its module with some functions replaced: `ours` makes them from the originals."""
     # unwrapping drops two decorators: one moves offloaded weights (attach refuses offloaded models), one renames the
     # old cache argument (the models themselves use the new one)
     forward = inspect.unwrap(cls.forward)
@@ -45,19 +68,14 @@ def _rebound(cls: Any, binding: Binding) -> Callable[..., Any]:
             f"{cls.__name__}.forward of transformers {transformers.__version__} does not call {', '.join(missing)}: "
             "this version is not supported (5.17 to 5.24 are), or the class has a forward of its own"
         )
-    # torch.compile looks a function's globals up by module name, so the copy must be a module that can be found
     module = types.ModuleType(f"{__name__}.{cls.__module__}.{cls.__qualname__}")
-    originals = forward.__globals__
-    module.__dict__.update(originals, __name__=module.__name__)
-    module.__dict__[binding.conv_step] = _conv_step(originals[binding.conv_step], originals[binding.conv])
-    for core in binding.cores:
-        module.__dict__[core.name] = _core(core, originals[core.name])
-    sys.modules[module.__name__] = module
+    module.__dict__.update(forward.__globals__, __name__=module.__name__)
+    module.__dict__.update(ours(forward.__globals__))
     rebound = types.FunctionType(
         forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     rebound.__kwdefaults__ = forward.__kwdefaults__
-    return rebound
+    return rebound, module
 
 
 def cache_argument(forward: Callable[..., Any]) -> tuple[str, int]:

@@ -54,8 +54,9 @@ def scan_inputs(
     return {"x": x, "B": B, "C": C, "dt": Mamba2.step_size(dt, call["dt_bias"])}
 
 
-def scan_result(y: Tensor, state: Any, *_: Any, **__: Any) -> tuple[Tensor, Any]:
-    return y, state
+def scan_result(y: Tensor, state: Any, *_: Any, return_final_states: bool = False, **__: Any) -> Any:
+    """[B, T, H, P], with the state where the call asks for it."""
+    return (y, state) if return_final_states else y
 
 
 def transposed(state: Tensor) -> Tensor:

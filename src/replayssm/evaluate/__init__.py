@@ -1,0 +1,1 @@
+"""What a precision costs: models run over given text with their states kept in several ways, and compared with fp32."""

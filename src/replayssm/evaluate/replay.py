@@ -1,0 +1,175 @@
+"""One recurrent layer over a whole text, window by window, for several precisions at once.
+
+The text is given, so a layer's inputs at all its tokens are known before the layer runs: the layers take turns over the
+text, where decoding takes the tokens in turns over the layers. Each layer decodes as ever: a step of `verify` over as
+many tokens as divide the window, a commit of all of them, and so one flush per window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm import flow
+from replayssm.config import ReplayConfig
+from replayssm.recurrences.base import Geometry, Recurrence
+from replayssm.state.pool import StatePool
+
+PIECE = 128
+"""Tokens between two looks at the states; on a GPU also those of one CUDA graph, which is replayed for each piece."""
+
+
+def piece_of(config: ReplayConfig) -> int:
+    """`PIECE`, up to a whole number of steps."""
+    return -(-PIECE // config.verify_len) * config.verify_len
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What one layer did.
+
+    Args:
+        outputs: y [settings * rows, T, H, P].
+        state_error: relative Frobenius error of the states after each piece against those of the first setting,
+            [settings, pieces], mean over rows.
+        half_life: tokens after which a head has forgotten half by its decay alone, [H], from its mean log decay over
+            the text; the mean over key channels where they decay by themselves.
+    """
+
+    outputs: Tensor
+    state_error: Tensor
+    half_life: Tensor
+
+
+class LayerReplay:
+    """The pools of one layer, one for each setting.
+
+    Args:
+        recurrence, geometry, params: the layer.
+        configs: how each setting keeps the state; all with the same verify_len.
+        rows: sequences per setting.
+        model_dtype: of the activations.
+        device: of the inputs.
+        layer: number of the layer, part of the seed of stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        recurrence: Recurrence,
+        geometry: Geometry,
+        params: Mapping[str, Tensor],
+        configs: Sequence[ReplayConfig],
+        rows: int,
+        model_dtype: torch.dtype,
+        device: torch.device,
+        layer: int,
+    ) -> None:
+        self.recurrence, self.geometry, self.rows = recurrence, geometry, rows
+        self.tokens = configs[0].verify_len
+        self.pools = [
+            StatePool.allocate(
+                recurrence,
+                geometry,
+                config,
+                slots=rows,
+                model_dtype=model_dtype,
+                device=device,
+                params=[params],
+                backend="torch",
+            )
+            for config in configs
+        ]
+        for pool in self.pools:
+            for row in range(rows):
+                pool.acquire(row, seed=layer << 32 | row)
+        self.slots = torch.arange(rows, device=device)
+        self.layout = self.pools[0].layers[0].layout
+        self.streams = [torch.cuda.Stream() for _ in self.pools] if device.type == "cuda" else []
+
+    def run(self, inputs: Mapping[str, Tensor], progress: Callable[[int], None] | None = None) -> LayerRun:
+        """Decode the text.
+
+        Args:
+            inputs: fields of `recurrence.inputs`, each [settings * rows, T, ...], setting by setting.
+            progress: called with the number of tokens done since the last call.
+        """
+        taken = {f.name: inputs[f.name].to(self.layout.dtype_of(f)) for f in self.recurrence.inputs}
+        batch, length = next(iter(taken.values())).shape[:2]
+        y = torch.empty(
+            batch, length, self.geometry.heads, self.geometry.value_dim, device=self.slots.device, dtype=torch.float32
+        )
+        piece = piece_of(self.layout.config)
+        decode = self._graphed(taken, piece) if self.streams and length >= 4 * piece else self._decode
+        errors = []
+        for begin in range(0, length, piece):
+            part = {name: x[:, begin : begin + piece] for name, x in taken.items()}
+            whole = min(piece, length - begin) == piece
+            y[:, begin : begin + piece] = (decode if whole else self._decode)(part)
+            errors.append(self._state_errors())
+            if progress is not None:
+                progress(min(piece, length - begin))
+        params = self.pools[0].layers[0].params
+        record = self.recurrence.record({name: x[: self.rows].to(torch.float32) for name, x in taken.items()}, params)
+        rate = -self.recurrence.decay_channels(record, params).double().mean((0, 1))
+        half_life = (torch.log(torch.tensor(2.0)) / rate.clamp(min=1e-12)).mean(-1)
+        return LayerRun(y, torch.stack(errors, 1), half_life)
+
+    def _decode(self, part: Mapping[str, Tensor]) -> Tensor:
+        """Outputs of one piece of the text; settings run on streams of their own where there are any."""
+        outputs = []
+        main = torch.cuda.current_stream() if self.streams else None
+        for number, pool in enumerate(self.pools):
+            mine = slice(number * self.rows, (number + 1) * self.rows)
+            rows = {name: x[mine] for name, x in part.items()}
+            if main is None:
+                outputs.append(self._windows(pool, rows))
+                continue
+            stream = self.streams[number]
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                outputs.append(self._windows(pool, rows))
+            main.wait_stream(stream)
+        return torch.cat(outputs)
+
+    def _windows(self, pool: StatePool, rows: Mapping[str, Tensor]) -> Tensor:
+        outputs = []
+        length = next(iter(rows.values())).shape[1]
+        for begin in range(0, length, self.tokens):
+            inputs = {name: x[:, begin : begin + self.tokens] for name, x in rows.items()}
+            tokens = min(self.tokens, length - begin)
+            step = flow.open_step(pool, self.slots, tokens)
+            outputs.append(flow.verify(pool, 0, step, inputs))
+            flow.close_step(pool, step)
+            flow.commit(pool, self.slots, tokens)
+        return torch.cat(outputs, 1)
+
+    def _graphed(self, taken: Mapping[str, Tensor], piece: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """`_decode` as a CUDA graph: of the hundreds of small launches of a window, none waits for the host."""
+        static = {name: x[:, :piece].clone() for name, x in taken.items()}
+        fresh = [[counter.clone() for _, counter in pool.cursor.items()] for pool in self.pools]
+        self._decode({name: x[:, : self.tokens] for name, x in static.items()})  # libraries set themselves up
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self._decode(static)
+        for pool, counters in zip(self.pools, fresh, strict=True):  # forget the warm-up: an empty slot's memory is free
+            for (_, counter), value in zip(pool.cursor.items(), counters, strict=True):
+                counter.copy_(value)
+
+        def decode(part: Mapping[str, Tensor]) -> Tensor:
+            for name, x in part.items():
+                static[name].copy_(x)
+            graph.replay()
+            return out
+
+        return decode
+
+    def _state_errors(self) -> Tensor:
+        """[settings], of the checkpoints, which have the same tokens."""
+        states = [pool.layers[0].state(self.slots, "checkpoint") for pool in self.pools]
+        reference = states[0]
+        size = reference.flatten(1).norm(dim=1).clamp(min=1e-30)
+        return torch.stack([((state - reference).flatten(1).norm(dim=1) / size).mean() for state in states])
