@@ -23,7 +23,7 @@ def pool_of(recurrence: str, checkpoint: str, read_copy: str | None, **options: 
     config = ReplayConfig(
         window=6, verify_len=3, checkpoint_format=checkpoint, read_format=read_copy, stagger=False, **options
     )  # type: ignore[arg-type]
-    model = Model(Setup(recurrence, config, geometry_for(recurrence, key_dim=18), seed=3))
+    model = Model(Setup(recurrence, config, geometry_for(recurrence, key_dim=16), seed=3))
     return model.pool(), model
 
 
