@@ -328,6 +328,56 @@ def test_a_value_of_the_wrong_kind_is_a_usage_error(arguments: list[str]) -> Non
     assert arguments[0] in result.stderr
 
 
+# eval
+
+
+def test_eval_compares_precisions_on_a_text(checkpoint: Path, tmp_path: Path) -> None:
+    text, out, drawn = tmp_path / "text.txt", tmp_path / "out.json", tmp_path / "out.png"
+    text.write_text(PROMPT * 5)
+    arguments = ["-m", checkpoint, "--tokens", 60, "--sequences", 2, "-p", "fp32+nvfp4", "-p", "fp8-stochastic"]
+    pytest.importorskip("matplotlib")
+    result = invoke("eval", text, *arguments, "--json", out, "--plot", drawn, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for word in ("fp32+nvfp4", "fp8-stochastic", "2 x 60 tokens, window 16"):
+        assert word in result.stdout
+    found = json.loads(out.read_text())
+    assert [row["precision"] for row in found["text"]["rows"]] == ["fp32", "fp32+nvfp4", "fp8-stochastic"]
+    assert found["conditions"]["dtype"] == "fp32"
+    assert drawn.stat().st_size > 1000
+
+
+def test_eval_answers_questions(checkpoint: Path, tmp_path: Path) -> None:
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "out.json"
+    line = {"question": "A ring holds", "choices": [" tokens", " gold"], "answer": 0}
+    questions.write_text((json.dumps(line) + "\n") * 3)
+    result = invoke("eval", "--questions", questions, "-m", checkpoint, "--json", out, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert (found["questions"]["count"], "text" in found) == (3, False)
+    assert {row["precision"] for row in found["questions"]["rows"]} > {"fp32", "nvfp4", "fp32+nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "There is nothing to evaluate"),
+        (["nowhere.txt"], "nowhere.txt cannot be read as UTF-8 text"),
+        (["--questions", "nowhere.jsonl"], "No such file"),
+        (["pyproject.toml", "-p", "fp5"], "--precision fp5: checkpoint_format must be one of"),
+        (["pyproject.toml", "-p", "nvfp4+nvfp4"], "--precision nvfp4.nvfp4: .* too coarse to drive the recurrence"),
+        (["pyproject.toml", "--tokens", 1], "--tokens must be at least 2"),
+        (["pyproject.toml", "--tokens", 10**6], "asked for; lower --tokens or --sequences, or take a longer text"),
+        (["--questions", "q", "--plot", "p.png"], "--plot draws what a text gives"),
+    ],
+)
+def test_eval_says_what_is_wrong(arguments: list[Any], message: str, checkpoint: Path) -> None:
+    root = Path(__file__).parents[1]
+    arguments = [root / a if a == "pyproject.toml" else a for a in arguments]
+    result = invoke("eval", *arguments, "-m", checkpoint, "--device", "cpu")
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(result.stderr.split())), result.stderr
+
+
 # info and the rest
 
 
@@ -342,6 +392,11 @@ def test_info_shows_versions_back_ends_families_and_models() -> None:
 
 def test_info_as_json() -> None:
     facts = json.loads(invoke("info", "--json").stdout)
+    sizes = {row["name"]: row["bytes"]["qwen3.5-122b-a10b"] for row in facts["precisions"]}
+    assert sizes["fp32"]["read"] == 64 * 128 * 128 * 4
+    assert sizes["fp32+nvfp4"]["read"] == sizes["nvfp4"]["read"] == 64 * (64 * 128 + 8 * 128 + 4)
+    assert sizes["fp32+nvfp4"]["slot"] > sizes["fp32"]["slot"] > sizes["fp8+nvfp4"]["slot"]
+    assert "nvfp4+nvfp4" not in sizes
     assert facts["versions"]["replayssm"] == __version__
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["families"] == list(supported_families())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ if not TRAINING.is_dir():
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A script of `training/`, which imports its neighbours by bare name."""
     monkeypatch.syspath_prepend(str(TRAINING))
-    for other in ("data", "evaluate", "families", "scan", "train"):
+    for other in ("data", "evaluate", "families", "recall", "scan", "study", "train"):
         monkeypatch.delitem(sys.modules, other, raising=False)
     return importlib.import_module(name)
 
@@ -178,6 +179,58 @@ def test_channel_decays_survive_a_step_that_forgets_everything(monkeypatch: pyte
     )
     assert (out - expected).norm() <= 1e-4 * expected.norm()  # G reaches -1,400 within a chunk: fp32 steps of 1e-4
     assert (fast_state - state).norm() <= 1e-4 * state.norm()
+
+
+def test_recall_rows_ask_for_what_they_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    recall = load("recall", monkeypatch)
+    rows = recall.weave(np.arange(1, 20_000) % 99 + 1, 100, 20, 1025, np.random.default_rng(0))
+    store, ask = 100, 101
+    seen = set()
+    for row, at, distance in rows.questions.tolist():
+        marker, key, value = rows.tokens[row, at - 2 : at + 1].tolist()
+        assert marker == ask
+        assert rows.tokens[row, at - 2 - distance : at + 1 - distance].tolist() == [store, key, value]
+        assert rows.weights[row, at] == recall.ANSWER_WEIGHT
+        seen.add((row, at))
+    for row, at in zip(*np.nonzero(rows.tokens >= 100), strict=True):
+        assert rows.weights[row, at] == (recall.ANSWER_WEIGHT if (row, at) in seen else 0)
+    assert rows.weights[rows.tokens < 100].min() == 1
+    for row in range(20):
+        stored = rows.tokens[row, np.nonzero(rows.tokens[row] == store)[0] + 1]
+        assert len(set(stored.tolist())) == len(stored) > recall.PAIRS / 4
+    distances = rows.questions[:, 2]
+    assert all(((distances >= a) & (distances < 4 * a)).sum() > 100 for a in (8, 32, 128))
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32}
+TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
+TOYS = {
+    "gdn": SMALL | TWO | {f"linear_{what}_head_dim": 16 for what in ("key", "value")},
+    "mamba2": SMALL | {"hybrid_override_pattern": "M-M-", "num_hidden_layers": 4, "ssm_state_size": 16},
+    "kda": SMALL | TWO | {"mlp_layer_types": ["dense"] * 2, "linear_num_heads": 2, "linear_head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("family", TOYS)
+def test_study_runs(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole study of a toy on random text: every part is there."""
+    study = load("study", monkeypatch)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 5000), ("heldout", 600)):
+        rng.integers(1, 90, count).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 90}))
+    sizes = {"seconds": 0.2, "batch": 2, "length": 128, "rows": 8, "questions": 2, "tokens": 128, "sequences": 2}
+    arguments = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
+    arguments += ["--family", family, "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    study.main([*arguments, "--long", "--long-tokens", "192", "--config", json.dumps(TOYS[family])])
+    found = json.loads((tmp_path / "out" / f"study-{family}.json").read_text())
+    assert found.keys() >= {"training", "text", "recall", "ratio", "long", "long_ratio", "conditions"}
+    assert [row["precision"] for row in found["text"]["rows"]] == list(study.PRECISIONS)
+    assert set(found["ratio"]["measured"]) == {name for name in study.PRECISIONS if "+" in name}
+    assert len(found["recall"]["right"]) == len(study.PRECISIONS)
+    lives = [life for layer in found["text"]["half_lives"] for life in layer]
+    assert 16 < min(lives) < 64
+    assert 2000 < max(lives) < 16384
 
 
 def test_the_default_model_is_bundled() -> None:

@@ -124,6 +124,21 @@ def build_model(name: str, vocab_size: int, **overrides: Any) -> torch.nn.Module
     return model
 
 
+def set_half_lives(model: torch.nn.Module, shortest: float, longest: float) -> None:
+    """Let the heads of each recurrent layer start with half-lives spread evenly, in orders of magnitude, over a range.
+
+    log decay = -exp(A_log) step, step = softplus(input + dt_bias): dt_bias gives a step of 0.1 where the input is 0, and
+    A_log ``[heads]`` the rest.
+    """
+    step = 0.1
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "dt_bias") and hasattr(module, "A_log"):
+                lives = torch.logspace(math.log10(shortest), math.log10(longest), module.A_log.numel())
+                module.A_log.copy_((math.log(2) / (lives * step)).log().reshape(module.A_log.shape))
+                module.dt_bias.fill_(step + math.log(-math.expm1(-step)))
+
+
 def _initialise_gdn_decay(model: torch.nn.Module) -> None:
     """Start with memories of 10 to 1,000 tokens and more: the default (dt_bias = 1) forgets within a few tokens.
 

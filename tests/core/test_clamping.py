@@ -140,6 +140,16 @@ def test_a_clamped_read_copy_is_counted_and_said() -> None:
         pool.release(quiet)
 
 
+@pytest.mark.parametrize("read_copy", ["fp8", "int8"])
+def test_a_read_copy_of_wider_range_does_not_see_what_the_checkpoint_lost(read_copy: str) -> None:
+    pool = one_number("fp16", read_copy)
+    slot = pool.acquire()
+    decode(pool, slot, 190_000.0)
+    flow.flush(pool, [slot])
+    assert decode(pool, slot, 0.0) == pytest.approx(LIMIT / 2)
+    assert clamped(pool, slot) == 1
+
+
 def test_a_reused_slot_starts_counting_anew() -> None:
     pool = one_number()
     slot = pool.acquire()

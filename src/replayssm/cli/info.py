@@ -13,8 +13,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from replayssm import __version__, models, supported_families
+from replayssm import ReplayConfig, __version__, models, supported_families
+from replayssm.bench.geometries import find
+from replayssm.state.formats import FORMATS
+from replayssm.state.layout import StateLayout
 
+GEOMETRIES = ("nemotron3-super-120b", "qwen3.5-122b-a10b", "kimi-linear-48b-a3b")
+"""Models whose layers the memory of each precision is shown for, one of each recurrence."""
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -26,6 +31,7 @@ def collect() -> dict[str, Any]:
         "back_ends": _back_ends(),
         "families": list(supported_families()),
         "models": [_bundled(name) for name in models.names()],
+        "precisions": _precisions(),
     }
 
 
@@ -50,7 +56,12 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
             "unknown" if model["parameters"] is None else f"{model['parameters'] / 1e6:.2f} M",
             "unknown" if bits is None else f"{bits:.3f}",
         )
-    for table in (versions, back_ends, bundled):
+    memory = _table("precision", *GEOMETRIES)
+    memory.title, memory.title_justify = "MiB of one layer and sequence: kept / state read per step", "left"
+    for row in facts["precisions"]:
+        sizes = (row["bytes"][name] for name in GEOMETRIES)
+        memory.add_row(row["name"], *(f"{s['slot'] / 2**20:.2f} / {s['read'] / 2**20:.2f}" for s in sizes))
+    for table in (versions, back_ends, bundled, memory):
         console.print(table)
         console.print()
     console.print("supported model families: " + ", ".join(facts["families"]))
@@ -88,6 +99,26 @@ def _back_ends() -> list[dict[str, Any]]:
         {"name": "cuda", "available": cuda, "detail": cuda_detail},
         {"name": "triton", "available": triton and cuda, "detail": triton_detail},
     ]
+
+
+def _precisions() -> list[dict[str, Any]]:
+    """Every combination of formats, as `replayssm eval` names it, with the bytes of one layer and sequence."""
+    found = []
+    for checkpoint in FORMATS:
+        for read_copy in (None, *FORMATS):
+            try:
+                config = ReplayConfig(checkpoint_format=checkpoint, read_format=read_copy)
+            except ValueError:
+                continue  # makes no sense together
+            if "fp64" in (checkpoint, read_copy):
+                continue  # for verification
+            sizes = {}
+            for name in GEOMETRIES:
+                model = find(name)
+                layout = StateLayout(model.replayed, model.geometry, config, torch.bfloat16)
+                sizes[name] = {"slot": layout.slot_bytes, "read": layout.read_bytes}
+            found.append({"name": f"{checkpoint}+{read_copy}" if read_copy else checkpoint, "bytes": sizes})
+    return found
 
 
 def _bundled(name: str) -> dict[str, Any]:

@@ -96,6 +96,14 @@ def _replaying(
             layer.mixer.__dict__.pop("forward", None)
 
 
+class _Body(BaseModelOutputWithPast):
+    """Output of a model's body. What else some bodies return (a cache, router logits) is asked for and passed on."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 @torch.no_grad()
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
     """The model's logits [rows, T, vocabulary] in fp32 for what its head reads [rows, T, width].
@@ -104,7 +112,7 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     body would return put in place of it.
     """
     body = model.base_model
-    body.__dict__["forward"] = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+    body.__dict__["forward"] = lambda *_, **__: _Body(last_hidden_state=hidden)
     try:
         dummy = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         return model(input_ids=dummy, use_cache=False).logits.float()

@@ -138,12 +138,13 @@ def _by_position(model: Any, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tenso
     many = max(1, LOGITS_AT_ONCE // (settings * rows * vocabulary))
     for begin in range(0, tokens - 1, many):
         part = hidden[:, :, begin : min(begin + many, tokens - 1)]
-        logs = logits_of(model, part.flatten(0, 1)).log_softmax(-1).unflatten(0, (settings, rows))
+        # in fp64: the divergence is of second order in the differences of logits, and would drown in fp32 sums
+        logs = logits_of(model, part.flatten(0, 1)).double().log_softmax(-1).unflatten(0, (settings, rows))
         reference = logs[:1]
-        kl.append((reference.exp() * (reference - logs)).sum(-1).mean(1).double())
+        kl.append((reference.exp() * (reference - logs)).sum(-1).mean(1))
         agreement.append((logs.argmax(-1) == reference.argmax(-1)).double().mean(1))
         target = ids[:, begin + 1 : begin + 1 + part.shape[2]]
-        loss -= logs.gather(-1, target.expand(settings, -1, -1).unsqueeze(-1)).double().sum((1, 2, 3))
+        loss -= logs.gather(-1, target.expand(settings, -1, -1).unsqueeze(-1)).sum((1, 2, 3))
     return torch.cat(kl, 1), torch.cat(agreement, 1), loss / (rows * (tokens - 1))
 
 

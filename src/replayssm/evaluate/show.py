@@ -14,7 +14,8 @@ def text_table(evaluation: Evaluation) -> Table:
     """One line per setting."""
     what = f"{evaluation.sequences} x {evaluation.tokens} tokens, window {evaluation.window}"
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), title=what, title_justify="left")
-    for heading in ("precision", "KL from fp32", "perplexity", "same top token", "state error", "bytes per sequence"):
+    table.add_column("precision", min_width=max(len(row.precision) for row in evaluation.rows))
+    for heading in ("KL from fp32", "perplexity", "same top token", "state error", "bytes per sequence"):
         table.add_column(heading)
     for row in evaluation.rows:
         table.add_row(
@@ -31,7 +32,8 @@ def text_table(evaluation: Evaluation) -> Table:
 def question_table(answers: Sequence[Answers], count: int) -> Table:
     """One line per setting."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), title=f"{count} questions", title_justify="left")
-    for heading in ("precision", "right", "right by likelihood per token", "same answer as fp32"):
+    table.add_column("precision", min_width=max(len(row.precision) for row in answers))
+    for heading in ("right", "right by likelihood per token", "same answer as fp32"):
         table.add_column(heading)
     for row in answers:
         shares = (row.accuracy, row.accuracy_per_token, row.same_as_reference)

@@ -277,9 +277,10 @@ class StatePool:
     # ---- writing
 
     def store(self, layer: int, slots: Tensor, state: Tensor, active: Tensor, tokens: Tensor) -> None:
-        """Round a layer's `state` into its checkpoint and, the same exact state, into its read copy.
+        """Round a layer's `state` into its checkpoint, and the same exact state into its read copy.
 
-        Elements clamped to the range of either format are counted per slot.
+        Elements clamped to the range of either format are counted per slot. What the checkpoint cannot hold is clamped
+        for the read copy as well, whose range may be wider: outputs must not see what the recurrence has lost.
 
         Args:
             layer: index into `layers`.
@@ -301,6 +302,7 @@ class StatePool:
             self.cursor.saturated.index_add_(0, at, torch.where(active, form.saturated(state), 0))
             for suffix, part in form.encode(state, random).items():
                 put_rows(target.tensors[f"{kind}{suffix}"], (slots,), part, active)
+            state = state.clamp(-form.limit, form.limit)
 
     # ---- accounting
 
