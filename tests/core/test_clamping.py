@@ -18,18 +18,18 @@ LIMIT = 65504.0  # of fp16
 
 
 def one_number(checkpoint: str = "fp16", read_copy: str | None = None, layers: int = 1) -> StatePool:
-    """Mamba-2 with a state of one number: S <- S / 2 + x, y = S."""
+    """Mamba-2 whose states are one number beside zeros, in the first of four key rows: S <- S / 2 + x, y = S."""
     config = ReplayConfig(window=2, checkpoint_format=checkpoint, read_format=read_copy, stagger=False)
     params = {"A": torch.tensor([-math.log(2)]), "D": torch.zeros(1)}
     return StatePool.allocate(
-        get("mamba2"), Geometry(1, 1, 1, 1), config, slots=4, model_dtype=torch.float32, params=[params] * layers
+        get("mamba2"), Geometry(1, 1, 4, 1), config, slots=4, model_dtype=torch.float32, params=[params] * layers
     )
 
 
 def decode(pool: StatePool, slot: int, x: float) -> float:
     """One token, committed; the output of the last layer."""
-    one = torch.ones(1, 1, 1)
-    inputs = {"x": torch.full((1, 1, 1, 1), x), "B": one.unsqueeze(3), "C": one.unsqueeze(3), "dt": one}
+    first = torch.eye(4)[:1].reshape(1, 1, 1, 4)
+    inputs = {"x": torch.full((1, 1, 1, 1), x), "B": first, "C": first, "dt": torch.ones(1, 1, 1)}
     with flow.step(pool, [slot]) as step:
         for layer in range(len(pool.layers)):
             y = flow.verify(pool, layer, step, inputs)
@@ -38,7 +38,7 @@ def decode(pool: StatePool, slot: int, x: float) -> float:
 
 
 def checkpoint(pool: StatePool, slot: int, layer: int = 0) -> float:
-    return float(pool.layers[layer].tensors["checkpoint"][slot])
+    return float(pool.layers[layer].tensors["checkpoint"][slot, 0, 0, 0])
 
 
 def clamped(pool: StatePool, slot: int) -> int:

@@ -130,13 +130,13 @@ def test_each_layer_and_flush_draws_anew() -> None:
     assert not torch.equal(seen[0], seen[2])
 
 
-BYTES = {  # of H 64, N 128, P 128, from the formats' tables by hand: codes, scales of blocks, columns and heads
+BYTES = {  # of H 64, N 128, P 128, from the formats' tables by hand: codes, scales of blocks and columns
     "fp32": 64 * 128 * 128 * 4,
     "fp16": 64 * 128 * 128 * 2,
     "bf16": 64 * 128 * 128 * 2,
     "fp8": 64 * 128 * 128 + 64 * 128 * 4,
-    "int8": 64 * 128 * 128 + 64 * 4 * 128 * 4,
-    "nvfp4": 64 * 64 * 128 + 64 * 8 * 128 + 64 * 4,
+    "int8": 64 * 128 * 128 + 64 * 128 * 4,
+    "nvfp4": 64 * 64 * 128 + 64 * 8 * 128 + 64 * 128 * 4,
 }
 
 
@@ -150,5 +150,5 @@ def test_bytes_of_each_combination(checkpoint: str, read_copy: str | None) -> No
 
 
 def test_a_geometry_that_a_format_cannot_hold_is_refused_with_the_layout() -> None:
-    with pytest.raises(ValueError, match="nvfp4 keeps two key rows in a byte and needs an even key_dim, got 3"):
+    with pytest.raises(ValueError, match="nvfp4 keeps key rows in blocks of 16, and key_dim 4 is not a multiple"):
         StateLayout(get("gdn"), geometry_for("gdn"), ReplayConfig(read_format="nvfp4"), torch.float32)

@@ -16,6 +16,10 @@ The weights of a row's head are a block of floats per token t, in this order (`b
 | T      | delta rules: the same in the correction of token t (drafts before t)                          |
 | 5      | of the state in output t, and in the correction; rate of t; decay of the fold as high + low   |
 
+Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are due,
+beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes errors
+to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it the factors of the errors.
+
 A decay per channel cannot be drawn out of a product with the state: then `probes` [B, H, T, 2, N] holds the query and
 the key of each token with all decays in them, and the weights of the state are not used.
 """
@@ -45,39 +49,55 @@ def pick(matrix, t):
 
 @triton.jit
 def prepare_kernel(
-    plan_row, plan, keys, ring, key, query, inputs, layer_params, weights, probes,
+    plan_row, plan, programs, keys, ring, rates, key, query, inputs, layer_params, weights, probes, solves,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
-    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
-    """A program per row and HEADS heads of one key head. See the module.
+    """A program per row and HEADS heads of one key head, then with SOLVES one per row and head. See the module.
 
     Shapes: B rows, T tokens (TP padded), H heads, G key heads, N key dim (NP padded), window padded to WP.
 
     | argument | shape                | in/out | meaning                                                        |
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, columns] int64   | in     | `state.plan.COLUMNS`; rows lie `plan_row` apart                |
+    | programs |                      |        | how many do not solve                                          |
     | keys     | [slots, rows, G, N]  | in/out | ring of raw keys: (pointer, slot, row and head stride)         |
+    | rates    | [slots, rows, H]     | in/out | ring of rates, with SOLVES: the same                           |
     | ring     | tuple of such        | in/out | the recurrence's other ring fields, write vectors excepted     |
     | key, query | [B, T, G, N]       | in     | this step's raw tokens: (pointer, row stride, token stride)    |
     | inputs   | tuple of such        | in     | the recurrence's other inputs                                  |
     | layer_params | tuple of pointers | in    | per-layer constants                                            |
     | weights  | [B, H, T, BLOCK] fp32 | out   | see the module                                                 |
     | probes   | [B, H, T, 2, N] fp32 | out    | the same; written when CHANNEL                                 |
+    | solves   | [B, H, WP + 1, WP]   | out    | the same; written with SOLVES for rows that fold               |
     """
     if OVERLAP:
         # once everything earlier has ended, the second launch may start and ask for its states
         gdc_wait()
         gdc_launch_dependents()
-    parts: tl.constexpr = H // HEADS
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    h = tl.program_id(0) % parts * HEADS
+    pid = tl.program_id(0)
+    solving = False
+    each = HEADS
+    if SOLVES:
+        solving = pid >= programs
+        pid = tl.where(solving, pid - programs, pid)
+        each = tl.where(solving, 1, HEADS)
+    b = (pid // (H // each)).to(tl.int64)
+    h = pid % (H // each) * each
     g = h // (H // G)
     plan += b * plan_row
     slot = tl.load(plan + SLOT)
-    if slot >= 0:
+    if solving:
+        folded = tl.load(plan + FOLDED)
+        if folded > 0 and slot >= 0:
+            solve_window(
+                h, g, slot, folded, tl.load(plan + FOLD_START), keys, ring, rates, layer_params,
+                solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
+            )  # fmt: skip
+    elif slot >= 0:
         n = tl.arange(0, NP)
         n_mask = n < N
         tokens = tl.load(plan + TOKENS)
@@ -98,26 +118,62 @@ def prepare_kernel(
             )  # fmt: skip
         elif T == 1:
             head_token(
-                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, query_at, inputs,
+                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
                 layer_params, out, H // G, N, RING_ROWS, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY,
-                TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+                TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
         else:
             head_tokens(
-                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key[2], query_at,
+                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, key[2], query_at,
                 query[2], inputs, layer_params, out,
                 H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
-                TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+                TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
 
 
 @triton.jit
+def solve_window(
+    h, g, slot, folded, start, keys, ring, rates, layer_params, out,
+    N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """`solves` of one head, row by row: M_s = rate_s (e_s - sum over i < s of (decay) (k_s . k_i) M_i)."""
+    n, i = tl.arange(0, NP), tl.arange(0, WP)
+    kept_mask = i < folded
+    rows = (start + i) % RING_ROWS
+    key_at = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
+    raw = tl.load(key_at, mask=kept_mask[:, None] & (n < N)[None, :], other=0)
+    key_scale, _ = RECORD_SCALES(ring, slot, rows, g, h, kept_mask)
+    log_decay = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, kept_mask, N)
+    rate = tl.load(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], mask=kept_mask, other=0)
+    overlap = exact_dot(raw, tl.trans(raw)) * key_scale[:, None] * key_scale[None, :]
+    matrix = tl.zeros([WP, WP], tl.float32)
+    since = tl.zeros([WP], tl.float32)  # log decay from record i to the present one, a sum of one sign
+    for s in range(folded):
+        here = i == s
+        since = tl.where(i < s, since + tl.sum(tl.where(here, log_decay, 0.0), 0), 0.0)
+        rate_s = tl.sum(tl.where(here, rate, 0.0), 0)
+        weight = tl.where(i < s, rate_s * tl.exp(since) * pick(overlap, s), 0.0)
+        row = tl.where(here, rate_s, 0.0) - tl.sum(weight[:, None] * matrix, 0)
+        matrix = tl.where(here[:, None], row[None, :], matrix)
+    tl.store(out + i[:, None] * WP + i[None, :], matrix)
+    tl.store(out + WP * WP + i, tl.exp(tl.cumsum(log_decay, 0)) * key_scale)
+
+
+@triton.jit
+def store_rates(rates, slot, rows, h, rate, mask):
+    """Keep tokens' rates in the ring, for a fold that solves them again."""
+    tl.store(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], rate, mask=mask)
+
+
+@triton.jit
 def head_token(
-    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, query_at, inputs, layer_params, out,
+    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
+    layer_params, out,
     GROUP: tl.constexpr, N: tl.constexpr, RING_ROWS: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, DELTA: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
     TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr,
-    STORE_RECORD: tl.constexpr,
+    STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
     """Weights of one token for heads with one decay each; they share the products of raw keys and queries."""
     j = tl.arange(0, WP)
@@ -158,18 +214,20 @@ def head_token(
 
     row = (start + records) % RING_ROWS
     STORE_RECORD(ring, slot, row, g, heads, n, k_scale, log_step, rate, n_mask, live, N)
+    if SOLVES:
+        store_rates(rates, slot, row, heads, rate, live)
     if h % GROUP == 0:
         tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
 
 
 @triton.jit
 def head_tokens(
-    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key_token, query_at, query_token,
+    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, key_token, query_at, query_token,
     inputs, layer_params, out,
     GROUP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
-    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
     """The same for several tokens, all of them at once: one after the other, each would wait for its loads."""
     D: tl.constexpr = 16  # rows that tensor cores take at least; those beyond the row's tokens are zero
@@ -231,6 +289,8 @@ def head_tokens(
 
     row = (start + records + t) % RING_ROWS
     STORE_RECORD(ring, slot, row[None, :], g, heads, n, k_scale[None, :], log_step, rate, n_mask, live, N)
+    if SOLVES:
+        store_rates(rates, slot, row[None, :], heads, rate, live)
     if h % GROUP == 0:
         ring_at = keys[0] + slot * keys[1] + row[None, :] * keys[2] + g * keys[3] + n[:, None]
         tl.store(ring_at, k_columns, mask=column_mask)

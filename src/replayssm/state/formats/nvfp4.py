@@ -79,7 +79,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 def spread(scale: Tensor, size: int) -> Tensor:
     """Scales of blocks [..., N / size, P] for each key row: [..., N, P]."""
-    return scale.repeat_interleave(size, dim=-2)
+    return scale.unsqueeze(-2).expand(*scale.shape[:-1], size, -1).flatten(-3, -2)
 
 
 def e2m1_of(index: Tensor) -> Tensor:
