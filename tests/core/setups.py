@@ -29,7 +29,7 @@ class Setup:
 
     recurrence: str
     config: ReplayConfig
-    geometry: Geometry = field(default_factory=lambda: Geometry(heads=2, key_heads=1, key_dim=3, value_dim=2))
+    geometry: Geometry = field(default_factory=lambda: Geometry(heads=2, key_heads=1, key_dim=4, value_dim=2))
     model_dtype: str = "fp32"
     regime: str = "plain"
     layers: int = 2
@@ -58,7 +58,7 @@ def exact(x: Tensor) -> np.ndarray:
 
 
 def geometry_for(
-    recurrence: str, key_heads: int = 1, conv: bool = False, conv_width: int = 4, key_dim: int = 3
+    recurrence: str, key_heads: int = 1, conv: bool = False, conv_width: int = 4, key_dim: int = 4
 ) -> Geometry:
     """Two heads, sharing keys or not; three channels of convolution where there is one."""
     if get(recurrence).decay == "channel":

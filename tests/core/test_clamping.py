@@ -18,18 +18,18 @@ LIMIT = 65504.0  # of fp16
 
 
 def one_number(checkpoint: str = "fp16", read_copy: str | None = None, layers: int = 1) -> StatePool:
-    """Mamba-2 with a state of one number: S <- S / 2 + x, y = S."""
+    """Mamba-2 whose states are one number beside zeros, in the first of four key rows: S <- S / 2 + x, y = S."""
     config = ReplayConfig(window=2, checkpoint_format=checkpoint, read_format=read_copy, stagger=False)
     params = {"A": torch.tensor([-math.log(2)]), "D": torch.zeros(1)}
     return StatePool.allocate(
-        get("mamba2"), Geometry(1, 1, 1, 1), config, slots=4, model_dtype=torch.float32, params=[params] * layers
+        get("mamba2"), Geometry(1, 1, 4, 1), config, slots=4, model_dtype=torch.float32, params=[params] * layers
     )
 
 
 def decode(pool: StatePool, slot: int, x: float) -> float:
     """One token, committed; the output of the last layer."""
-    one = torch.ones(1, 1, 1)
-    inputs = {"x": torch.full((1, 1, 1, 1), x), "B": one.unsqueeze(3), "C": one.unsqueeze(3), "dt": one}
+    first = torch.eye(4)[:1].reshape(1, 1, 1, 4)
+    inputs = {"x": torch.full((1, 1, 1, 1), x), "B": first, "C": first, "dt": torch.ones(1, 1, 1)}
     with flow.step(pool, [slot]) as step:
         for layer in range(len(pool.layers)):
             y = flow.verify(pool, layer, step, inputs)
@@ -38,7 +38,7 @@ def decode(pool: StatePool, slot: int, x: float) -> float:
 
 
 def checkpoint(pool: StatePool, slot: int, layer: int = 0) -> float:
-    return float(pool.layers[layer].tensors["checkpoint"][slot])
+    return float(pool.layers[layer].tensors["checkpoint"][slot, 0, 0, 0])
 
 
 def clamped(pool: StatePool, slot: int) -> int:
@@ -53,7 +53,7 @@ def test_a_sequence_goes_on_from_the_clamped_checkpoint() -> None:
     assert clamped(pool, slot) == 0
     flow.flush(pool, [slot])
     assert (checkpoint(pool, slot), clamped(pool, slot)) == (LIMIT, 1)
-    assert float(flow.materialize(pool, 0, [slot])) == LIMIT
+    assert float(flow.materialize(pool, 0, [slot])[0, 0, 0, 0]) == LIMIT
     assert decode(pool, slot, -1000.0) == pytest.approx(LIMIT / 2 - 1000)
     flow.flush(pool, [slot])
     assert checkpoint(pool, slot) == pytest.approx(LIMIT / 2 - 1000, rel=2**-11)
@@ -127,9 +127,9 @@ def test_a_clamped_read_copy_is_counted_and_said() -> None:
     decode(pool, slot, 190_000.0)
     decode(pool, quiet, 6.0)
     flow.flush(pool, [slot, quiet])
-    assert (checkpoint(pool, slot), float(pool.layers[0].tensors["read_copy"][slot])) == (190_000, LIMIT)
+    assert (checkpoint(pool, slot), float(pool.layers[0].tensors["read_copy"][slot, 0, 0, 0])) == (190_000, LIMIT)
     assert decode(pool, slot, 0.0) == pytest.approx(LIMIT / 2)
-    assert float(flow.materialize(pool, 0, [slot])) == pytest.approx(95_000)
+    assert float(flow.materialize(pool, 0, [slot])[0, 0, 0, 0]) == pytest.approx(95_000)
     assert (clamped(pool, slot), clamped(pool, quiet)) == (1, 0)
     with pytest.warns(
         SaturationWarning, match=r"1 elements of checkpoint \(fp32\) and read copy \(fp16\) were clamped"

@@ -33,7 +33,7 @@ def script(
         Setup(
             recurrence,
             ReplayConfig(checkpoint_format=checkpoint, read_format=read_copy, **options),  # type: ignore[arg-type]
-            geometry_for(recurrence, conv=conv, key_dim=18 if read_copy == "nvfp4" else 3),
+            geometry_for(recurrence, conv=conv, key_dim=16 if read_copy == "nvfp4" else 4),
             seed=7,
         )
     )

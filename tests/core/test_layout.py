@@ -42,7 +42,7 @@ def test_bytes_of_a_slot() -> None:
     assert layout.bytes_of("carry") == 7 * 96 * 2
     assert layout.slot_bytes == 4 * state + 20 * layout.record_bytes + layout.bytes_of("carry")
     both = StateLayout(get("gdn"), GEOMETRY, ReplayConfig(verify_len=4, read_format="fp16"), torch.bfloat16)
-    assert both.record_bytes == layout.record_bytes + v + beta
+    assert both.record_bytes == layout.record_bytes + v + beta - u // 2, "u, which only outputs see, in bf16"
     assert (both.read_bytes, both.bytes_of("checkpoint")) == (2 * state, 4 * state)
     x, B, dt = 4 * 16 * 2, 2 * 8 * 2, 4 * 4
     mamba2 = StateLayout(get("mamba2"), GEOMETRY, ReplayConfig(read_format="fp16"), torch.bfloat16)
@@ -81,7 +81,7 @@ def test_tally_and_traffic() -> None:
     history = 3 * (0 + 1 + 2 + 3) - 2 - 3  # the last window has two tokens
     assert pool.tally == Tally(10, 10, history, 2, 8)
     layout = model.layout
-    state, record = 2 * 3 * 2 * 4, layout.record_bytes
+    state, record = 2 * 4 * 2 * 4, layout.record_bytes
     traffic = pool.traffic()
     layers = len(pool.layers)
     assert traffic.tokens == 10

@@ -44,7 +44,28 @@ def cases() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+WORDS = Geometry(heads=4, key_heads=2, key_dim=64, value_dim=24)
+BESIDE = Choice(Tile(16, units=2), Tile(16, units=2, num_warps=2, num_stages=2))
+
+
+def copies() -> list[Case]:
+    """Read copies: every format, drafts, dtypes and windows."""
+    found = []
+    for name in ("mamba2", "gdn"):
+        plain = Case(name, geometry=WORDS, choice=SPLIT, read_format="nvfp4")
+        found += [
+            replace(plain, rows=MANY, steps=7),
+            replace(plain, read_format="fp8", rows=MANY, choice=BESIDE, paged=True),
+            replace(plain, read_format="int8", window=2),
+            replace(plain, verify_len=4, choice=BESIDE, steps=6),
+            replace(plain, verify_len=3, read_format="fp8", model_dtype="fp32"),
+            replace(plain, verify_len=2, read_format="int8", model_dtype="fp16", checkpoint_format="fp16"),
+            replace(plain, window=20, model_dtype="fp32", steps=3),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("case", [*cases(), *copies()], ids=str)
 def test_kernels_agree_with_torch(case: Case) -> None:
     run(case)
 

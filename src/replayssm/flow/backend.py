@@ -17,3 +17,8 @@ def kernels_of(pool: StatePool) -> Kernels | None:
     from replayssm.kernels.ops import Kernels
 
     return Kernels(pool)
+
+
+def fold_kernels_of(pool: StatePool) -> Kernels | None:
+    """The same for folds outside of a step. Beside a read copy those, which are few, run on torch."""
+    return kernels_of(pool) if pool.config.read_format is None else None

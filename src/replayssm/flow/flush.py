@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.flow import algebra
-from replayssm.flow.backend import kernels_of
+from replayssm.flow.backend import fold_kernels_of
 from replayssm.flow.records import take_ring
 from replayssm.flow.step import Step, guarded, open_step, settle_flush
 from replayssm.state.pool import LayerState, StatePool
@@ -26,7 +26,7 @@ def flush(pool: StatePool, slots: Sequence[int] | Tensor) -> None:
 
 def fold_due(pool: StatePool, number: int, step: Step) -> None:
     """Fold, in layer `number`, the records of the rows that are due; other rows are untouched."""
-    kernels = kernels_of(pool)
+    kernels = fold_kernels_of(pool)
     if kernels is not None:
         kernels.fold_due(number, step.plan)
         return

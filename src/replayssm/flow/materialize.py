@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replayssm.flow.backend import kernels_of
+from replayssm.flow.backend import fold_kernels_of
 from replayssm.flow.flush import folded_state
 from replayssm.flow.step import Step, per_row, plan_rows
 from replayssm.state.plan import COLUMN
@@ -54,7 +54,7 @@ def materialize_into(
     tokens = pool.cursor.position[source] - pool.cursor.length[source] + bounds
     pool.cursor.seed[target] = pool.cursor.seed[source]
     active = torch.ones(len(taken), dtype=torch.bool, device=pool.device)
-    kernels = kernels_of(pool)
+    kernels = fold_kernels_of(pool)
     for index, layer in enumerate(pool.layers):
         if kernels is None:
             pool.store(index, target, _states(pool, index, slots, bounds), active, tokens)
@@ -86,7 +86,7 @@ def _boundaries(pool: StatePool, slots: Sequence[int], records: int | Sequence[i
 
 
 def _states(pool: StatePool, layer: int, slots: Sequence[int], records: Tensor) -> Tensor:
-    kernels = kernels_of(pool)
+    kernels = fold_kernels_of(pool)
     if kernels is not None:
         out = torch.empty(len(slots), *pool.layers[layer].layout.geometry.state_shape, device=pool.device)
         kernels.materialize(layer, _plan(pool, slots, records), out)

@@ -20,6 +20,7 @@ from replayssm.kernels.launch import (
     Tile,
     form_of,
     prepare_constants,
+    prepared_warps,
     verify_constants,
 )
 from replayssm.kernels.prepare import prepare_kernel
@@ -62,7 +63,7 @@ def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90) -> R
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | {"weights": "*fp32", "probes": "*fp32"}
     given = prepare_constants(layout, 256, tokens, capability >= 90)
-    return _compile(prepare_kernel, signature, given, 1, capability)
+    return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens), capability)
 
 
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:

@@ -109,6 +109,19 @@ def fold_channel(S, scaled_keys, writes, log_decay):
 
 
 @triton.jit
+def solved_writes(S, raw_keys, values, solve, WP: tl.constexpr):
+    """Write vectors [WP, P] of a delta rule's window after state S [NP, P], from raw keys [NP, WP] and values [WP, P].
+
+    `solve` [WP + 1, WP] is what the first launch made of the window: the matrix that takes errors to write vectors, and
+    behind it each record's factor of S^T k, its decay since the checkpoint and its key's scale.
+    """
+    j = tl.arange(0, WP)
+    answer = state_dot(tl.trans(raw_keys), S) * tl.load(solve + WP * WP + j)[:, None]
+    matrix = tl.load(solve + j[:, None] * WP + j[None, :])
+    return tl.dot(matrix, values - answer, input_precision="tf32x3")
+
+
+@triton.jit
 def clamp(S, saturated, LIMIT: tl.constexpr, COUNT: tl.constexpr):
     """S within the largest number of its format; elements beyond are added to the counter `saturated`."""
     # a silent inf would turn the rest of the sequence into NaN; NaN itself stays

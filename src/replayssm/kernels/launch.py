@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from replayssm.config import MAX_VERIFY_LEN
+from replayssm.kernels.formats import TRITON_FORMATS, format_constants
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
@@ -23,6 +23,9 @@ from replayssm.state.pool import LayerState
 
 MAX_PREPARED_HEADS = 16
 """Heads of a program of the first launch, at most."""
+
+MAX_PREPARED_WEIGHTS = 2048
+"""Weights of ring rows that such a program, of one warp, has room for."""
 
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
@@ -84,25 +87,41 @@ def weights_block(layout: StateLayout, tokens: int) -> int:
 
 
 def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Memory between the launches of one verify, fp32: weights [B, H, T, block], then any probes [B, H, T, 2, N]."""
-    floats = weights_block(layout, tokens)
-    if layout.recurrence.decay == "channel":
-        floats += 2 * layout.geometry.key_dim
-    return torch.empty(rows * layout.geometry.heads * tokens * floats, dtype=torch.float32, device=device)
+    """Memory between the launches of one verify, fp32: weights, probes and solves of kernels/prepare.py in this order."""
+    return torch.empty(sum(_work_sizes(layout, rows, tokens)), dtype=torch.float32, device=device)
 
 
-def prepared_heads(layout: StateLayout, rows: int) -> int:
+def _work_sizes(layout: StateLayout, rows: int, tokens: int) -> tuple[int, int, int]:
+    """Floats of weights [B, H, T, block], of any probes [B, H, T, 2, N] and any solves [B, H, WP + 1, WP]."""
+    heads, window = rows * layout.geometry.heads, padded_window(layout)
+    probes = 2 * layout.geometry.key_dim if layout.recurrence.decay == "channel" else 0
+    solves = (window + 1) * window if solves_again(layout) else 0
+    return heads * tokens * weights_block(layout, tokens), heads * tokens * probes, heads * solves
+
+
+def solves_again(layout: StateLayout) -> bool:
+    """Whether a fold must correct its write vectors anew: the ring's saw the read copy, the checkpoint must not."""
+    return layout.recurrence.delta_rule and layout.read_format is not None
+
+
+def prepared_heads(layout: StateLayout, rows: int, tokens: int) -> int:
     """Heads of a program of the first launch: many share products of keys, unless the GPU would stay half empty."""
     group = layout.geometry.heads // layout.geometry.key_heads
-    heads = 1 if layout.recurrence.decay == "channel" else min(MAX_PREPARED_HEADS, group & -group)
+    most = min(MAX_PREPARED_HEADS, max(1, MAX_PREPARED_WEIGHTS // (padded_window(layout) * tokens)))
+    heads = 1 if layout.recurrence.decay == "channel" else min(1 << most.bit_length() - 1, group & -group)
     while heads > 2 and rows * layout.geometry.heads // heads < FEWEST_PREPARING:
         heads //= 2
     return heads
 
 
-def prepared_programs(layout: StateLayout, rows: int) -> int:
+def prepared_programs(layout: StateLayout, rows: int, tokens: int) -> int:
     """Programs of the first launch."""
-    return rows * layout.geometry.heads // prepared_heads(layout, rows)
+    return rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
+
+
+def prepared_warps(layout: StateLayout, tokens: int) -> int:
+    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers."""
+    return min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
 
 
 @cache
@@ -128,6 +147,8 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
         "KEY_SCALE": form.key_scale,
         "QUERY_SCALE": form.query_scale,
         "STORE_RECORD": form.store_record,
+        "SOLVES": solves_again(layout),
+        **format_constants(layout.config.read_format, geometry.key_dim),
     }
 
 
@@ -142,9 +163,9 @@ def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool
     """Compile-time arguments of `prepare_kernel`, among others."""
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": 1 if tokens == 1 and layout.recurrence.decay == "channel" else MAX_VERIFY_LEN,
+        "TP": triton.next_power_of_2(tokens),
         "BLOCK": weights_block(layout, tokens),
-        "HEADS": prepared_heads(layout, rows),
+        "HEADS": prepared_heads(layout, rows, tokens),
         "OVERLAP": overlap,
     }
 
@@ -191,7 +212,7 @@ def launch_verify(
         saturated: int64 [slots], counts clamped elements of 16-bit checkpoints.
 
     Raises:
-        ValueError: a tile does not divide the layer.
+        ValueError: a tile does not divide the layer, or the choice has no launch for flushes where a read copy needs it.
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
@@ -208,8 +229,7 @@ def launch_verify(
         "query": strided(inputs[form.query]),
         "value": strided(inputs[form.value]),
         "inputs": tuple(strided(inputs[name]) for name in form.inputs),
-        "weights": work,
-        "probes": work[rows * layout.geometry.heads * tokens * weights_block(layout, tokens) :],
+        **dict(zip(("weights", "probes", "solves"), work.split(_work_sizes(layout, rows, tokens)), strict=True)),
         "y": strided(y),
         "saturated": saturated,
     }
@@ -220,12 +240,15 @@ def launch_verify(
             raise ValueError(f"{tile} does not divide the {units} units of a row; tune again, or mend the table")
         return rows * units
 
+    if layout.read_format is not None and choice.flush is None:
+        raise ValueError(f"with a read copy, rows that flush need a launch of their own, and {choice} has none")
     if choice.recurrent:
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    programs, constants = prepared_programs(layout, rows), prepare_constants(layout, rows, tokens, overlap)
-    run(prepare_kernel, programs, given, constants, num_warps=1, **early)
+    given["programs"], constants = prepared_programs(layout, rows, tokens), prepare_constants(layout, rows, tokens, overlap)
+    programs = given["programs"] + (rows * layout.geometry.heads if solves_again(layout) else 0)
+    run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units
@@ -241,6 +264,7 @@ def launch_verify(
 def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
     """What every template takes of a plan and a layer, by argument."""
     form, state = form_of(layer.layout.recurrence), layer.tensors["checkpoint"]
+    again = solves_again(layer.layout)
 
     def ring(name: str) -> tuple[Tensor, int, int, int]:
         tensor = layer.tensors[f"ring.{name}"]
@@ -251,11 +275,22 @@ def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
         "plan": plan,
         "state": state,
         "state_slot": state.stride(0),
+        "copy": _copy_parts(layer),
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),
+        "values": ring(form.value if again else form.write_ring),
+        "rates": ring(form.rate) if again else (),
         "ring": tuple(ring(name) for name in form.ring),
         "layer_params": tuple(layer.params[name] for name in form.params),
     }
+
+
+def _copy_parts(layer: LayerState) -> tuple[tuple[Tensor, int], ...]:
+    """(tensor, slot stride) of each part of the read copy, none without one."""
+    name = layer.layout.config.read_format
+    suffixes = () if name is None else TRITON_FORMATS[name].parts
+    parts = [layer.tensors[f"read_copy{suffix}"] for suffix in suffixes]
+    return tuple((part, part.stride(0)) for part in parts)
 
 
 def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping[str, Any], **options: Any) -> None:

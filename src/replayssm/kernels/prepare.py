@@ -16,6 +16,10 @@ The weights of a row's head are a block of floats per token t, in this order (`b
 | T      | delta rules: the same in the correction of token t (drafts before t)                          |
 | 5      | of the state in output t, and in the correction; rate of t; decay of the fold as high + low   |
 
+Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are due,
+beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes errors
+to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it the factors of the errors.
+
 A decay per channel cannot be drawn out of a product with the state: then `probes` [B, H, T, 2, N] holds the query and
 the key of each token with all decays in them, and the weights of the state are not used.
 """
@@ -45,39 +49,55 @@ def pick(matrix, t):
 
 @triton.jit
 def prepare_kernel(
-    plan_row, plan, keys, ring, key, query, inputs, layer_params, weights, probes,
+    plan_row, plan, programs, keys, ring, rates, key, query, inputs, layer_params, weights, probes, solves,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
-    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
-    """A program per row and HEADS heads of one key head. See the module.
+    """A program per row and HEADS heads of one key head, then with SOLVES one per row and head. See the module.
 
     Shapes: B rows, T tokens (TP padded), H heads, G key heads, N key dim (NP padded), window padded to WP.
 
     | argument | shape                | in/out | meaning                                                        |
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, columns] int64   | in     | `state.plan.COLUMNS`; rows lie `plan_row` apart                |
+    | programs |                      |        | how many do not solve                                          |
     | keys     | [slots, rows, G, N]  | in/out | ring of raw keys: (pointer, slot, row and head stride)         |
+    | rates    | [slots, rows, H]     | in/out | ring of rates, with SOLVES: the same                           |
     | ring     | tuple of such        | in/out | the recurrence's other ring fields, write vectors excepted     |
     | key, query | [B, T, G, N]       | in     | this step's raw tokens: (pointer, row stride, token stride)    |
     | inputs   | tuple of such        | in     | the recurrence's other inputs                                  |
     | layer_params | tuple of pointers | in    | per-layer constants                                            |
     | weights  | [B, H, T, BLOCK] fp32 | out   | see the module                                                 |
     | probes   | [B, H, T, 2, N] fp32 | out    | the same; written when CHANNEL                                 |
+    | solves   | [B, H, WP + 1, WP]   | out    | the same; written with SOLVES for rows that fold               |
     """
     if OVERLAP:
         # once everything earlier has ended, the second launch may start and ask for its states
         gdc_wait()
         gdc_launch_dependents()
-    parts: tl.constexpr = H // HEADS
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    h = tl.program_id(0) % parts * HEADS
+    pid = tl.program_id(0)
+    solving = False
+    each = HEADS
+    if SOLVES:
+        solving = pid >= programs
+        pid = tl.where(solving, pid - programs, pid)
+        each = tl.where(solving, 1, HEADS)
+    b = (pid // (H // each)).to(tl.int64)
+    h = pid % (H // each) * each
     g = h // (H // G)
     plan += b * plan_row
     slot = tl.load(plan + SLOT)
-    if slot >= 0:
+    if solving:
+        folded = tl.load(plan + FOLDED)
+        if folded > 0 and slot >= 0:
+            solve_window(
+                h, g, slot, folded, tl.load(plan + FOLD_START), keys, ring, rates, layer_params,
+                solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
+            )  # fmt: skip
+    elif slot >= 0:
         n = tl.arange(0, NP)
         n_mask = n < N
         tokens = tl.load(plan + TOKENS)
@@ -96,100 +116,203 @@ def prepare_kernel(
                 N, T, RING_ROWS, TP, WP, BLOCK, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE,
                 KEY_SCALE, QUERY_SCALE, STORE_RECORD,
             )  # fmt: skip
+        elif T == 1:
+            head_token(
+                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
+                layer_params, out, H // G, N, RING_ROWS, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY,
+                TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
+            )  # fmt: skip
         else:
             head_tokens(
-                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key[2], query_at,
+                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, key[2], query_at,
                 query[2], inputs, layer_params, out,
                 H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
-                TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+                TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
 
 
 @triton.jit
-def head_tokens(
-    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key_token, query_at, query_token,
-    inputs, layer_params, out,
-    GROUP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
-    WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
-    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
-    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+def solve_window(
+    h, g, slot, folded, start, keys, ring, rates, layer_params, out,
+    N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Weights of heads with one decay each; they share the products of raw keys and queries."""
-    j, i = tl.arange(0, WP), tl.arange(0, TP)
+    """`solves` of one head, row by row: M_s = rate_s (e_s - sum over i < s of (decay) (k_s . k_i) M_i)."""
+    n, i = tl.arange(0, NP), tl.arange(0, WP)
+    kept_mask = i < folded
+    rows = (start + i) % RING_ROWS
+    key_at = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
+    raw = tl.load(key_at, mask=kept_mask[:, None] & (n < N)[None, :], other=0)
+    key_scale, _ = RECORD_SCALES(ring, slot, rows, g, h, kept_mask)
+    log_decay = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, kept_mask, N)
+    rate = tl.load(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], mask=kept_mask, other=0)
+    overlap = exact_dot(raw, tl.trans(raw)) * key_scale[:, None] * key_scale[None, :]
+    matrix = tl.zeros([WP, WP], tl.float32)
+    since = tl.zeros([WP], tl.float32)  # log decay from record i to the present one, a sum of one sign
+    for s in range(folded):
+        here = i == s
+        since = tl.where(i < s, since + tl.sum(tl.where(here, log_decay, 0.0), 0), 0.0)
+        rate_s = tl.sum(tl.where(here, rate, 0.0), 0)
+        weight = tl.where(i < s, rate_s * tl.exp(since) * pick(overlap, s), 0.0)
+        row = tl.where(here, rate_s, 0.0) - tl.sum(weight[:, None] * matrix, 0)
+        matrix = tl.where(here[:, None], row[None, :], matrix)
+    tl.store(out + i[:, None] * WP + i[None, :], matrix)
+    tl.store(out + WP * WP + i, tl.exp(tl.cumsum(log_decay, 0)) * key_scale)
+
+
+@triton.jit
+def store_rates(rates, slot, rows, h, rate, mask):
+    """Keep tokens' rates in the ring, for a fold that solves them again."""
+    tl.store(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], rate, mask=mask)
+
+
+@triton.jit
+def head_token(
+    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
+    layer_params, out,
+    GROUP: tl.constexpr, N: tl.constexpr, RING_ROWS: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, DELTA: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+    TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
+):  # fmt: skip
+    """Weights of one token for heads with one decay each; they share the products of raw keys and queries."""
+    j = tl.arange(0, WP)
     rows = (start + j) % RING_ROWS
     key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
-    kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0)
-    if T > 1:
-        token_mask = (i < tokens)[:, None] & n_mask[None, :]
-        k_tile = tl.load(key_at[None, :] + i[:, None] * key_token, mask=token_mask, other=0)
-        q_tile = tl.load(query_at[None, :] + i[:, None] * query_token, mask=token_mask, other=0)
-        past_q, new_q = exact_dot(q_tile, tl.trans(kept)), exact_dot(q_tile, tl.trans(k_tile))
-        past_k, new_k = past_q, new_q
-        if DELTA:
-            past_k, new_k = exact_dot(k_tile, tl.trans(kept)), exact_dot(k_tile, tl.trans(k_tile))
-
+    kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0).to(tl.float32)
     heads = h + tl.arange(0, HEADS)[:, None]
     weight, log_decay = head_weights(
         ring, layer_params, slot, start, records, g, heads, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
     )
-    out += (heads - h) * (T * BLOCK)
-    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
+    out += (heads - h) * BLOCK
+    scalars: tl.constexpr = (WP + 1) * (2 if DELTA else 1)
     decay = tl.exp(log_decay)[:, None]
     if folded > 0:
-        tl.store(out + j[None, :], weight)
-        high, low = high_low(log_decay)
-        tl.store(out + scalars + 3, high[:, None])
-        tl.store(out + scalars + 4, low[:, None])
+        store_fold(out, j, weight, log_decay, scalars)
         # after a fold there is no history
         decay = tl.full([HEADS, 1], 1.0, tl.float32)
-        weight = tl.zeros([HEADS, WP], tl.float32)
-    reach = tl.full([HEADS, TP], 1.0, tl.float32)
-    draft_scale = tl.zeros([TP], tl.float32)
-    for t in tl.static_range(T):
-        live = t < tokens
-        raw_k = tl.load(key_at + t * key_token, mask=n_mask & live, other=0)
-        k = raw_k.to(tl.float32)
-        q = tl.load(query_at + t * query_token, mask=n_mask & live, other=0).to(tl.float32)
-        k_scale, q_scale = KEY_SCALE(k), QUERY_SCALE(q, N)
-        log_step = TOKEN_DECAY(inputs, layer_params, b, t, heads, n, n_mask, live, N)
-        rate = TOKEN_RATE(inputs, b, t, heads, live)
-        step = tl.exp(log_step)
-        decay *= step
-        weight *= step
-        if T == 1:
-            to_q = tl.sum(kept.to(tl.float32) * q[None, :], 1)
-        else:
-            to_q = pick(past_q, t)
-        if folded == 0 or t > 0:
-            tl.store(out + j[None, :], weight * (to_q * q_scale)[None, :])
-        drafts = out + (2 if DELTA else 1) * WP
-        if T == 1:
-            tl.store(drafts, tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale))
-        else:
-            # the products with earlier drafts, which decays have weakened since
-            reach = tl.where((i < t)[None, :], reach * step, 1.0)
-            draft_scale = tl.where(i == t, k_scale, draft_scale)
-            to_draft = reach * (pick(new_q, t) * draft_scale * q_scale)[None, :]
-            tl.store(drafts + i[None, :], to_draft, mask=(i < T)[None, :])
+    live = tokens > 0
+    raw_k = tl.load(key_at, mask=n_mask & live, other=0)
+    k = raw_k.to(tl.float32)
+    q = tl.load(query_at, mask=n_mask & live, other=0).to(tl.float32)
+    k_scale, q_scale = KEY_SCALE(k), QUERY_SCALE(q, N)
+    log_step = TOKEN_DECAY(inputs, layer_params, b, 0, heads, n, n_mask, live, N)
+    rate = TOKEN_RATE(inputs, b, 0, heads, live)
+    step = tl.exp(log_step)
+    decay *= step
+    weight *= step
+    if folded == 0:
+        tl.store(out + j[None, :], weight * (tl.sum(kept * q[None, :], 1) * q_scale)[None, :])
         if DELTA:
-            if T == 1:
-                to_k = tl.sum(kept.to(tl.float32) * k[None, :], 1)
-            else:
-                to_k = pick(past_k, t)
-            tl.store(out + WP + j[None, :], weight * (to_k * k_scale)[None, :])
-            if T > 1:
-                to_draft = reach * (pick(new_k, t) * draft_scale * k_scale)[None, :]
-                tl.store(drafts + T + i[None, :], to_draft, mask=(i < T)[None, :])
-        tl.store(out + scalars, decay * q_scale)
-        if DELTA:
-            tl.store(out + scalars + 1, decay * k_scale)
-        tl.store(out + scalars + 2, rate)
-        out += BLOCK
+            tl.store(out + WP + j[None, :], weight * (tl.sum(kept * k[None, :], 1) * k_scale)[None, :])
+    own = tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale)
+    tl.store(out + (2 if DELTA else 1) * WP, own)
+    tl.store(out + scalars, decay * q_scale)
+    if DELTA:
+        tl.store(out + scalars + 1, decay * k_scale)
+    tl.store(out + scalars + 2, rate)
 
-        row = (start + records + t) % RING_ROWS
-        STORE_RECORD(ring, slot, row, g, heads, n, k_scale, log_step, rate, n_mask, live, N)
-        if h % GROUP == 0:
-            tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
+    row = (start + records) % RING_ROWS
+    STORE_RECORD(ring, slot, row, g, heads, n, k_scale, log_step, rate, n_mask, live, N)
+    if SOLVES:
+        store_rates(rates, slot, row, heads, rate, live)
+    if h % GROUP == 0:
+        tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
+
+
+@triton.jit
+def head_tokens(
+    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, key_token, query_at, query_token,
+    inputs, layer_params, out,
+    GROUP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
+    WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
+    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
+):  # fmt: skip
+    """The same for several tokens, all of them at once: one after the other, each would wait for its loads."""
+    D: tl.constexpr = 16  # rows that tensor cores take at least; those beyond the row's tokens are zero
+    j, i, t = tl.arange(0, WP), tl.arange(0, D), tl.arange(0, TP)
+    live, row_live = (t < tokens)[None, :], (i < tokens)[:, None]
+    rows = (start + j) % RING_ROWS
+    key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
+    kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0)
+    k_tile = tl.load(key_at[None, :] + i[:, None] * key_token, mask=row_live & n_mask[None, :], other=0)
+    q_tile = tl.load(query_at[None, :] + i[:, None] * query_token, mask=row_live & n_mask[None, :], other=0)
+    column_mask = n_mask[:, None] & live
+    k_columns = tl.load(key_at[:, None] + t[None, :] * key_token, mask=column_mask, other=0)
+    q_columns = tl.load(query_at[:, None] + t[None, :] * query_token, mask=column_mask, other=0)
+    heads = h + tl.arange(0, HEADS)[:, None]
+    log_step = TOKEN_DECAY(inputs, layer_params, b, t[None, :], heads, n, n_mask, live, N)
+    rate = TOKEN_RATE(inputs, b, t[None, :], heads, live)
+    weight, log_decay = head_weights(
+        ring, layer_params, slot, start, records, g, heads, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
+    )
+    k_scale = tl.zeros([TP], tl.float32) + KEY_SCALE(k_columns.to(tl.float32))
+    q_scale = tl.zeros([TP], tl.float32) + QUERY_SCALE(q_columns.to(tl.float32), N)
+
+    # the decay from the checkpoint to each token, and from each draft to each token behind it: both are sums along the
+    # path and no differences of sums, which would carry the rounding errors of what came before
+    total = tl.zeros([HEADS, TP], tl.float32)
+    between = tl.zeros([HEADS, TP, TP], tl.float32)
+    to, since = t[None, :, None], t[None, None, :]
+    for s in tl.static_range(T):
+        one = tl.sum(tl.where((t == s)[None, :], log_step, 0.0), 1)
+        total += tl.where((t >= s)[None, :], one[:, None], 0.0)
+        between += tl.where((since < s) & (to >= s), one[:, None, None], 0.0)
+
+    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
+    out += (heads - h) * (T * BLOCK)
+    if folded > 0:
+        store_fold(out, j, weight, log_decay, scalars)
+        log_decay = tl.zeros([HEADS], tl.float32)  # after a fold there is no history
+    token = out + t[None, :] * BLOCK
+    in_step = (t < T)[None, :]
+    decay = tl.exp(log_decay[:, None] + total)
+    from_past = tl.exp(total)[:, :, None] * weight[:, None, :]
+    from_draft = tl.exp(between) * k_scale[None, None, :]
+    past_at = token[:, :, None] + j[None, None, :]
+    past_mask = (in_step & (folded == 0))[:, :, None]
+    drafts_at = token[:, :, None] + (2 if DELTA else 1) * WP + t[None, None, :]
+    draft_mask = in_step[:, :, None] & in_step[:, None, :]
+    past_q = first_rows(exact_dot(q_tile, tl.trans(kept)), TP) * q_scale[:, None]
+    new_q = first_rows(tl.trans(first_rows(exact_dot(k_tile, tl.trans(q_tile)), TP)), TP) * q_scale[:, None]
+    tl.store(past_at, from_past * past_q[None, :, :], mask=past_mask)
+    tl.store(drafts_at, from_draft * new_q[None, :, :], mask=draft_mask)
+    tl.store(token + scalars, decay * q_scale[None, :], mask=in_step)
+    if DELTA:
+        past_k = first_rows(exact_dot(k_tile, tl.trans(kept)), TP) * k_scale[:, None]
+        new_k = first_rows(tl.trans(first_rows(exact_dot(k_tile, tl.trans(k_tile)), TP)), TP) * k_scale[:, None]
+        tl.store(past_at + WP, from_past * past_k[None, :, :], mask=past_mask)
+        tl.store(drafts_at + T, from_draft * new_k[None, :, :], mask=draft_mask)
+        tl.store(token + scalars + 1, decay * k_scale[None, :], mask=in_step)
+    tl.store(token + scalars + 2, rate, mask=in_step)
+
+    row = (start + records + t) % RING_ROWS
+    STORE_RECORD(ring, slot, row[None, :], g, heads, n, k_scale[None, :], log_step, rate, n_mask, live, N)
+    if SOLVES:
+        store_rates(rates, slot, row[None, :], heads, rate, live)
+    if h % GROUP == 0:
+        ring_at = keys[0] + slot * keys[1] + row[None, :] * keys[2] + g * keys[3] + n[:, None]
+        tl.store(ring_at, k_columns, mask=column_mask)
+
+
+@triton.jit
+def first_rows(matrix, ROWS: tl.constexpr):
+    """The first ROWS rows of `matrix` [D, X], whose other rows are zero."""
+    D: tl.constexpr = matrix.shape[0]
+    if D == ROWS:
+        return matrix
+    else:
+        return tl.sum(tl.reshape(matrix, [D // ROWS, ROWS, matrix.shape[1]]), 0)
+
+
+@triton.jit
+def store_fold(out, j, weight, log_decay, SCALARS: tl.constexpr):
+    """What a fold needs, into the first block of heads: `weight` [HEADS, WP] and the decay [HEADS] as high + low."""
+    tl.store(out + j[None, :], weight)
+    high, low = high_low(log_decay)
+    tl.store(out + SCALARS + 3, high[:, None])
+    tl.store(out + SCALARS + 4, low[:, None])
 
 
 @triton.jit
@@ -209,31 +332,52 @@ def channel_tokens(
         keys, ring, layer_params, slot, start, history, g, h, n, n_mask,
         N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY,
     )  # fmt: skip
+    # loads first and stores last: a load may not move before a store, and every token would wait for its own
+    live = (i < tokens)[:, None]
+    tile_mask = n_mask[None, :] & live
+    raw_k = tl.load(key_at[None, :] + i[:, None] * key_token, mask=tile_mask, other=0)
+    raw_q = tl.load(query_at[None, :] + i[:, None] * query_token, mask=tile_mask, other=0)
+    log_step = TOKEN_DECAY(inputs, layer_params, b, i[:, None], h, n[None, :], n_mask[None, :], live, N)
+    rate = TOKEN_RATE(inputs, b, i, h, i < tokens)
+    k_scale = tl.zeros([TP], tl.float32) + KEY_SCALE(tl.trans(raw_k.to(tl.float32)))
+    q_scale = tl.zeros([TP], tl.float32) + QUERY_SCALE(tl.trans(raw_q.to(tl.float32)), N)
+    k_tile, q_tile = raw_k.to(tl.float32) * k_scale[:, None], raw_q.to(tl.float32) * q_scale[:, None]
+    steps = tl.exp(log_step)
+
     decay = tl.exp(log_decay)
     drafts = tl.zeros([TP, kept.shape[1]], tl.float32)
+    decays = drafts
+    past_q = tl.zeros([TP, WP], tl.float32)
+    past_k = past_q
+    new_q = tl.zeros([TP, TP], tl.float32)
+    new_k = new_q
     for t in tl.static_range(T):
-        live = t < tokens
-        raw_k = tl.load(key_at + t * key_token, mask=n_mask & live, other=0)
-        k = raw_k.to(tl.float32)
-        q = tl.load(query_at + t * query_token, mask=n_mask & live, other=0).to(tl.float32)
-        k_scale = KEY_SCALE(k)
-        k, q = k * k_scale, q * QUERY_SCALE(q, N)
-        log_step = TOKEN_DECAY(inputs, layer_params, b, t, h, n, n_mask, live, N)
-        rate = TOKEN_RATE(inputs, b, t, h, live)
-        step = tl.exp(log_step)
+        here = (i == t)[:, None]
+        k, q, step = pick(k_tile, t), pick(q_tile, t), pick(steps, t)
         decay *= step
         kept *= step[None, :]
-        drafts = tl.where((i == t)[:, None], k[None, :], drafts * step[None, :])
-        tl.store(out + j, tl.sum(kept * q[None, :], 1))
-        tl.store(out + WP + j, tl.sum(kept * k[None, :], 1))
-        tl.store(out + 2 * WP + i, tl.sum(drafts * q[None, :], 1), mask=i < T)
-        tl.store(out + 2 * WP + T + i, tl.sum(drafts * k[None, :], 1), mask=i < T)
-        tl.store(out + 2 * (WP + T) + 2, rate)
-        tl.store(probe, decay * q, mask=n_mask)
-        tl.store(probe + N, decay * k, mask=n_mask)
-        out += BLOCK
-        probe += 2 * N
+        drafts = tl.where(here, k[None, :], drafts * step[None, :])
+        decays = tl.where(here, decay[None, :], decays)
+        past_q = tl.where(here, tl.sum(kept * q[None, :], 1)[None, :], past_q)
+        past_k = tl.where(here, tl.sum(kept * k[None, :], 1)[None, :], past_k)
+        new_q = tl.where(here, tl.sum(drafts * q[None, :], 1)[None, :], new_q)
+        new_k = tl.where(here, tl.sum(drafts * k[None, :], 1)[None, :], new_k)
+    in_step = i < T
+    token = out + i[:, None] * BLOCK
+    tl.store(token + j[None, :], past_q, mask=in_step[:, None])
+    tl.store(token + WP + j[None, :], past_k, mask=in_step[:, None])
+    draft_mask = in_step[:, None] & in_step[None, :]
+    tl.store(token + 2 * WP + i[None, :], new_q, mask=draft_mask)
+    tl.store(token + 2 * WP + T + i[None, :], new_k, mask=draft_mask)
+    tl.store(out + i * BLOCK + 2 * (WP + T) + 2, rate, mask=in_step)
+    probe_at = probe[None, :] + i[:, None] * (2 * N)
+    probe_mask = in_step[:, None] & n_mask[None, :]
+    tl.store(probe_at, decays * q_tile, mask=probe_mask)
+    tl.store(probe_at + N, decays * k_tile, mask=probe_mask)
 
-        row = (start + records + t) % RING_ROWS
-        STORE_RECORD(ring, slot, row, g, h, n, k_scale, log_step, rate, n_mask, live, N)
-        tl.store(keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n, raw_k, mask=n_mask & live)
+    row = (start + records + i) % RING_ROWS
+    STORE_RECORD(
+        ring, slot, row[:, None], g, h, n[None, :], k_scale[:, None], log_step, rate[:, None], n_mask[None, :], live, N
+    )
+    ring_at = keys[0] + slot * keys[1] + row[:, None] * keys[2] + g * keys[3] + n[None, :]
+    tl.store(ring_at, raw_k, mask=tile_mask)

@@ -34,6 +34,7 @@ class Shape:
         heads, key_heads, key_dim, value_dim: the geometry.
         model_dtype: of activations, as in "bfloat16".
         checkpoint_format: name in `state.formats.FORMATS`.
+        read_format: the same of the read copy, or None.
     """
 
     decay: str
@@ -44,6 +45,7 @@ class Shape:
     value_dim: int
     model_dtype: str
     checkpoint_format: str
+    read_format: str | None = None
 
     @classmethod
     def of(cls, layout: StateLayout) -> Shape:
@@ -58,6 +60,7 @@ class Shape:
             value_dim=geometry.value_dim,
             model_dtype=str(layout.model_dtype).removeprefix("torch."),
             checkpoint_format=layout.config.checkpoint_format,
+            read_format=layout.config.read_format,
         )
 
 
@@ -166,6 +169,9 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     """
     geometry, recurrence = layout.geometry, layout.recurrence
     channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
+    if layout.read_format is not None:
+        step = _fit(layout, 64, 1, 1) if tokens == 1 else _fit(layout, 32, 4, 1, 3)
+        return Choice(step, _fit(layout, 32, 8, 4, 2)), "a read copy: rows that fold write two states"
     if tokens > 1:
         wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
         step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide

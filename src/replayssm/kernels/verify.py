@@ -4,6 +4,10 @@ A unit of work is BLOCK_P columns of one head's state: every column is independe
 With the weights of the first launch (kernels/prepare.py) an output is a few weighted sums; the state is read once, for
 two probes (q and k), and written back only where the row is due.
 
+With a read copy, rows that are not due never see the checkpoint: the copy's words stand in its place. Rows that are due
+fold into the checkpoint and round the copy anew; delta rules solve the window again for that, with the matrix that the
+first launch left, because the ring's write vectors were corrected against the old copy.
+
 A state or a ring row is read once in a step, what is written is read soon: the eviction hints keep the former from
 pushing the latter out of the L2 before its lines are full (measured in docs/experiments.md).
 """
@@ -14,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, state_dot
+from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, solved_writes, state_dot
+from replayssm.kernels.formats import block_scale, copy_at, store_copy, word_dot, word_sums
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -23,13 +28,15 @@ ALL_ROWS, STEP_ROWS, FLUSH_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 
 @triton.jit
 def verify_kernel(
-    plan_row, plan, state, state_slot, keys, writes, ring, key, query, value, layer_params, weights, probes, y,
-    saturated,
+    plan_row, plan, state, state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
+    probes, solves, y, saturated,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
+    ENCODE: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
@@ -37,13 +44,15 @@ def verify_kernel(
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, columns] int64   | in     | `state.plan.COLUMNS`; rows lie `plan_row` apart                |
     | state    | [slots, H, N, P]     | in/out | checkpoint; written where rows fold                            |
+    | copy     | tuple                | in/out | parts of the read copy: (pointer, slot stride) each            |
     | keys     | [slots, rows, G, N]  | in     | ring of raw keys: (pointer, slot, row and head stride)         |
     | writes   | [slots, rows, H, P]  | in/out | ring of write vectors (delta rules) or raw values              |
+    | values   | [slots, rows, H, P]  | in/out | ring of raw values, which folds solve again; else `writes`     |
     | ring     | tuple of such        | in     | the recurrence's other ring fields                             |
     | key, query | [B, T, G, N]       | in     | this step's raw tokens: (pointer, row stride, token stride)    |
     | value    | [B, T, H, P]         | in     | the same                                                       |
     | layer_params | tuple of pointers | in    | per-layer constants                                            |
-    | weights, probes | see prepare.py | in    | of the first launch                                            |
+    | weights, probes, solves | see prepare.py | in | of the first launch                                       |
     | y        | [B, T, H, P]         | out    | outputs, zero beyond each row's tokens                         |
     | saturated | [slots] int64       | in/out | counts elements beyond LIMIT, where that is not 0              |
     """
@@ -61,9 +70,10 @@ def verify_kernel(
             first = item % chunks * count
             verify_units(
                 b, first, tl.minimum(first + count, units), tl.load(row + SLOT), tl.load(row + FOLDED), row, state,
-                state_slot, keys, writes, ring, key, query, value, layer_params, weights, probes, y, saturated, H, G,
-                N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False,
-                False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
+                state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
+                solves, y, saturated, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
+                DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BITS, BLOCKS,
+                FACTOR, VALUE, ENCODE,
             )  # fmt: skip
     else:
         b = (pid // parts).to(tl.int64)
@@ -74,10 +84,10 @@ def verify_kernel(
             zero_units(b, pid % parts, y, P, T, BLOCK_P, UNITS)
         elif MODE == ALL_ROWS or folded == 0:
             verify_units(
-                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, keys,
-                writes, ring, key, query, value, layer_params, weights, probes, y, saturated, H, G, N, P, T,
-                RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP, LEADS,
-                RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
+                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, copy,
+                keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y, saturated,
+                H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP,
+                OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BITS, BLOCKS, FACTOR, VALUE, ENCODE,
             )  # fmt: skip
         first_launch_done(OVERLAP, LEADS)  # also where nothing needed it
     if MODE == FLUSH_ROWS and OVERLAP:
@@ -111,12 +121,15 @@ def zero_units(
 @triton.jit
 def verify_units(
     b, first, last, slot, folded,
-    plan, state, state_slot, keys, writes, ring, key, query, value, layer_params, weights, probes, y, saturated,
+    plan, state, state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
+    solves, y, saturated,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
+    ENCODE: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to."""
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -133,7 +146,11 @@ def verify_units(
     records = folded + history
     ring_rows = (start + j) % RING_ROWS
     state += slot * state_slot
-    past_at = writes[0] + slot * writes[1] + ring_rows[:, None] * writes[2]
+    # what the ring's rows brought: to outputs their write vectors, to a fold that solves them again their values
+    solved: tl.constexpr = MODE == FLUSH_ROWS and CODES > 0 and DELTA
+    past_ring = values if solved else writes
+    past_at = past_ring[0] + slot * past_ring[1] + ring_rows[:, None] * past_ring[2]
+    words: tl.constexpr = MODE == STEP_ROWS and CODES > 0
 
     if STAGES > 1:
         first_launch_done(OVERLAP, LEADS)  # a pipelined loop would load later units' weights before a wait inside of it
@@ -143,18 +160,22 @@ def verify_units(
         p = unit_columns(unit, P, BLOCK_P)
         p_mask = p < P
         state_at = state + h * (N * P) + n[:, None] * P + p[None, :]
-        if ragged:
+        column, scales = 1.0, 1.0
+        if words:
+            S, scales, column = load_copy(copy, slot, h, p, N, P, T, CODES, BLOCKS)
+        elif ragged:
             state_mask = n_mask[:, None] & p_mask[None, :]
             S = tl.load(state_at, mask=state_mask & (not empty), other=0, eviction_policy="evict_first")
         elif MODE == STEP_ROWS:
             S = tl.load(state_at, eviction_policy="evict_first")  # whatever an empty checkpoint holds is dropped below
         else:
             S = tl.load(state_at, mask=not empty, other=0, eviction_policy="evict_first")
-        S = S.to(tl.float32)
+        if not words:
+            S = S.to(tl.float32)
         past_mask = (j < records)[:, None]
         if ragged:
             past_mask &= p_mask[None, :]
-        past_from = past_at + h * writes[3] + p[None, :]
+        past_from = past_at + h * past_ring[3] + p[None, :]
         past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
         if STAGES == 1:
             first_launch_done(OVERLAP, LEADS)
@@ -173,6 +194,8 @@ def verify_units(
                 if NP != N:
                     keys_mask &= n_mask[:, None]
                 raw_keys = tl.load(keys_at, mask=keys_mask, other=0)
+                if solved:
+                    past = solved_writes(S, raw_keys, past, solves + (b * H + h) * ((WP + 1) * WP), WP)
                 weighted = tl.load(weight + j)[:, None] * past
                 S = fold_head(S, raw_keys, weighted, tl.load(weight + scalars + 3), tl.load(weight + scalars + 4))
             if LIMIT > 0:
@@ -183,18 +206,20 @@ def verify_units(
             else:
                 tl.store(state_at, rounded, eviction_policy="evict_last")
             S = rounded.to(tl.float32)
+            if CODES > 0:
+                S = store_copy(S, copy, slot, h, p, saturated, N, P, CODES, BITS, BLOCKS, ENCODE)
 
         if T == 1:
             one_token(
-                b, h, g, p, n, S, past, tokens, empty, (start + records) % RING_ROWS,
-                j < history, writes[0] + slot * writes[1] + h * writes[3], writes[2], key, query, value, layer_params,
-                weight, probes, y, H, N, P, NP, WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP,
+                b, h, g, p, n, S, scales, column, past, tokens, empty, (start + records) % RING_ROWS,
+                j < history, slot, writes, values, key, query, value, layer_params, weight, probes, y, H, N, P, NP,
+                WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE,
             )  # fmt: skip
         else:
             several_tokens(
-                b, h, g, p, n, S, past, tokens, empty, start + records, j < history,
-                writes[0] + slot * writes[1] + h * writes[3], writes[2], key, query, value, layer_params, weight,
-                probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP,
+                b, h, g, p, n, S, scales, column, past, tokens, empty, start + records, j < history, slot, writes,
+                values, key, query, value, layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK,
+                MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE,
             )  # fmt: skip
 
 
@@ -206,10 +231,11 @@ def unit_columns(unit, P: tl.constexpr, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def one_token(
-    b, h, g, p, n, S, past, tokens, empty, ring_row, shown, writes, writes_row, key, query, value, layer_params,
-    weight, probes, y,
+    b, h, g, p, n, S, scales, column, past, tokens, empty, ring_row, shown, slot, writes, values, key, query, value,
+    layer_params, weight, probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, MODE: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Output and write vector of a unit's only token, on one or two weighted sums over columns of S and of `past`."""
     scalars: tl.constexpr = (WP + 1) * (2 if DELTA else 1)
@@ -220,25 +246,30 @@ def one_token(
     if not CHANNEL:
         probe_mask &= live
     v = tl.load(value[0] + b * value[1] + h * P + p, mask=value_mask & live, other=0)
-    probe = probes + (b * H + h) * (2 * N) + n
+    # with a decay per channel probes hold the weights of the state, else they are raw and shared by a group
     if CHANNEL:
-        q = tl.load(probe, mask=probe_mask, other=0)
-        out = tl.sum(S * q[:, None], 0)
+        q_at = probes + (b * H + h) * (2 * N)
+        k_at = q_at + N
     else:
-        q = tl.load(query[0] + b * query[1] + g * N + n, mask=probe_mask, other=0).to(tl.float32)
-        out = tl.sum(S * q[:, None], 0) * tl.load(weight + scalars)
+        q_at = query[0] + b * query[1] + g * N
+        k_at = key[0] + b * key[1] + g * N
+    if CODES > 0 and MODE == STEP_ROWS:
+        probe_live = live | CHANNEL
+        out, answer = word_sums(S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, DELTA)
+    else:
+        out = tl.sum(S * tl.load(q_at + n, mask=probe_mask, other=0).to(tl.float32)[:, None], 0)
+        if DELTA:
+            answer = tl.sum(S * tl.load(k_at + n, mask=probe_mask, other=0).to(tl.float32)[:, None], 0)
+    if not CHANNEL:
+        out *= tl.load(weight + scalars)
     if MODE == STEP_ROWS:
         out = tl.where(empty, 0.0, out)
     if MODE != FLUSH_ROWS:
         out += tl.sum(tl.load(weight + j, mask=shown, other=0)[:, None] * past, 0)
     u = v.to(tl.float32)
     if DELTA:
-        if CHANNEL:
-            k = tl.load(probe + N, mask=probe_mask, other=0)
-            answer = tl.sum(S * k[:, None], 0)
-        else:
-            k = tl.load(key[0] + b * key[1] + g * N + n, mask=probe_mask, other=0).to(tl.float32)
-            answer = tl.sum(S * k[:, None], 0) * tl.load(weight + scalars + 1)
+        if not CHANNEL:
+            answer *= tl.load(weight + scalars + 1)
         if MODE == STEP_ROWS:
             answer = tl.where(empty, 0.0, answer)
         if MODE != FLUSH_ROWS:
@@ -250,17 +281,43 @@ def one_token(
         out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
     rounded = tl.where(live, out, 0.0).to(y[0].dtype.element_ty)
     tl.store(y[0] + b * y[1] + h * P + p, rounded, mask=value_mask, eviction_policy="evict_last")
-    kept = u.to(writes.dtype.element_ty) if DELTA else v.to(writes.dtype.element_ty)
-    tl.store(writes + ring_row * writes_row + p, kept, mask=value_mask & live, eviction_policy="evict_last")
+    kept = u if DELTA else v
+    append(writes, slot, h, ring_row, p, kept, value_mask & live)
+    if CODES > 0 and DELTA:
+        append(values, slot, h, ring_row, p, v, value_mask & live)
+
+
+@triton.jit
+def append(ring, slot, h, row, p, x, mask):
+    """Put `x` into columns p of ring row(s) `row`."""
+    at = ring[0] + slot * ring[1] + row * ring[2] + h * ring[3] + p
+    tl.store(at, x.to(ring[0].dtype.element_ty), mask=mask, eviction_policy="evict_last")
+
+
+@triton.jit
+def load_copy(copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Words [N / CODES, P] of the read copy, scales of their blocks in the form that T tokens take, those of columns."""
+    rows: tl.constexpr = N // CODES
+    r = tl.arange(0, rows)
+    mask = (p < P)[None, :]
+    # padding counts as 0, and what an empty copy holds is dropped later
+    words = tl.load(copy_at(copy[0], slot, h, r, p, rows, P), mask=mask, other=0, eviction_policy="evict_first")
+    column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
+    scales = 1.0
+    if BLOCKS > 1:
+        of = tl.arange(0, BLOCKS) if T == 1 else r % BLOCKS
+        scales = block_scale(tl.load(copy_at(copy[2], slot, h, of, p, BLOCKS, P), mask=mask, other=0))
+    return words, scales, column
 
 
 @triton.jit
 def several_tokens(
-    b, h, g, p, n, S, past, tokens, empty, ring_start, shown, writes, writes_row, key, query, value, layer_params,
-    weight, probes, y,
+    b, h, g, p, n, S, scales, column, past, tokens, empty, ring_start, shown, slot, writes, values, key, query, value,
+    layer_params, weight, probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """The same for T tokens at once, as products of small matrices with TP rows.
 
@@ -276,18 +333,20 @@ def several_tokens(
     in_step, live = t_row < T, t_row < tokens
     token = weight + t_row * BLOCK
 
-    probe_mask = (in_step if CHANNEL else live)[:, None] & (n < N)[None, :]
+    probe_live = (in_step if CHANNEL else live)[:, None]
     if CHANNEL:
-        probe = tl.load(
-            probes + (((b * H + h) * T + t_row) * 2 + kind)[:, None] * N + n[None, :], mask=probe_mask, other=0
-        )
-        out = state_dot(probe, S)
+        probe_at = probes + (((b * H + h) * T + t_row) * 2 + kind)[:, None] * N
     else:
-        at = query[0] + b * query[1] + t_row[:, None] * query[2]
+        probe_at = query[0] + b * query[1] + t_row[:, None] * query[2] + g * N
         if DELTA:
-            at = tl.where(corrects[:, None], key[0] + b * key[1] + t_row[:, None] * key[2], at)
-        probe = tl.load(at + g * N + n[None, :], mask=probe_mask, other=0)
-        out = state_dot(probe, S) * tl.load(token + scalars + kind, mask=in_step, other=0)[:, None]
+            k_at = key[0] + b * key[1] + t_row[:, None] * key[2] + g * N
+            probe_at = tl.where(corrects[:, None], k_at, probe_at)
+    if CODES > 0 and MODE == STEP_ROWS:
+        out = word_dot(S, scales, column, probe_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR)
+    else:
+        out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
+    if not CHANNEL:
+        out *= tl.load(token + scalars + kind, mask=in_step, other=0)[:, None]
     if MODE == STEP_ROWS:
         out = tl.where(empty, 0.0, out)
     if MODE != FLUSH_ROWS:
@@ -320,6 +379,8 @@ def several_tokens(
     y_at = y[0] + b * y[1] + t_row[:, None] * y[2] + h * P + p[None, :]
     rounded = tl.where(live[:, None], out, 0.0).to(y[0].dtype.element_ty)
     tl.store(y_at, rounded, mask=y_mask, eviction_policy="evict_last")
-    kept = u.to(writes.dtype.element_ty) if DELTA else v.to(writes.dtype.element_ty)
-    writes_at = writes + ((ring_start + t_row) % RING_ROWS)[:, None] * writes_row + p[None, :]
-    tl.store(writes_at, kept, mask=value_mask, eviction_policy="evict_last")
+    rows = ((ring_start + t_row) % RING_ROWS)[:, None]
+    kept = u if DELTA else v
+    append(writes, slot, h, rows, p[None, :], kept, value_mask)
+    if CODES > 0 and DELTA:
+        append(values, slot, h, rows, p[None, :], v, value_mask)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -99,6 +99,7 @@ class Field:
 
 
 U_FIELD = Field("u", ("heads", "value_dim"), "exact", "write vector after correction")
+READ_U_FIELD = replace(U_FIELD, dtype="model", meaning="write vector corrected against the read copy, for outputs only")
 
 
 class Recurrence(ABC):
@@ -175,7 +176,7 @@ class Recurrence(ABC):
     def ring_fields(self, read_copy: bool) -> tuple[Field, ...]:
         """Fields the ring stores, in order."""
         kept = tuple(f for f in self.records if f.kept == "always" or read_copy)
-        return (*kept, U_FIELD) if self.delta_rule else kept
+        return (*kept, READ_U_FIELD if read_copy else U_FIELD) if self.delta_rule else kept
 
     def channels(self, geometry: Geometry) -> int:
         """Decay channels per head: N or 1, so that log_decay broadcasts as [..., H, channels]."""

@@ -19,6 +19,7 @@ class TritonForm:
 
     Args:
         key, query, value: inputs that are the raw key [G, N], query [G, N] and value [H, P].
+        rate: input, and ring field of that name, that a delta rule multiplies its errors with; "" for others.
         key_ring, write_ring: ring fields with the raw key and with the write vector (or the raw value).
         ring, inputs, params: the other ring fields, inputs and parameters, in the order in which the functions see
             them: ring fields as (pointer, slot stride, row stride, head stride), inputs as (pointer, batch stride,
@@ -36,6 +37,7 @@ class TritonForm:
     key: str
     query: str
     value: str
+    rate: str
     key_ring: str
     write_ring: str
     ring: tuple[str, ...]

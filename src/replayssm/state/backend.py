@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 if TYPE_CHECKING:
+    from replayssm.state.layout import StateLayout
     from replayssm.state.pool import LayerState
 
 Backend = Literal["torch", "triton"]
@@ -22,6 +23,7 @@ MAX_KEY_DIM = 256
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 KERNEL_FORMATS = ("fp32", "fp16", "bf16")
+KERNEL_COPIES = ("fp8", "int8", "nvfp4")
 
 _log = logging.getLogger("replayssm")
 
@@ -75,7 +77,9 @@ def layer_refusal(layer: LayerState) -> str | None:
     if layout.model_dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels take fp32, fp16 and bf16 activations, not {layout.model_dtype}"
     if config.read_format is not None:
-        return f"the kernels have no read copies yet, and read_format is {config.read_format}"
+        reason = _copy_refusal(layout)
+        if reason is not None:
+            return reason
     if config.rounding != "nearest":
         return f"the kernels round to nearest even, and rounding is {config.rounding}"
     if layout.geometry.key_dim > MAX_KEY_DIM:
@@ -93,6 +97,21 @@ def layer_refusal(layer: LayerState) -> str | None:
                 f"tensor {spec.name!r} must be contiguous within {what}, got strides {list(tensor.stride())} for shape "
                 f"{list(tensor.shape)}"
             )
+    return None
+
+
+def _copy_refusal(layout: StateLayout) -> str | None:
+    """Why the kernels cannot keep this layer's read copy."""
+    name, geometry, recurrence = layout.config.read_format, layout.geometry, layout.recurrence
+    if name not in KERNEL_COPIES:
+        return f"the kernels read copies in {', '.join(KERNEL_COPIES)}, and read_format is {name}"
+    if geometry.key_dim not in (64, 128, 256):
+        return f"the kernels read copies whose key_dim is 64, 128 or 256, and it is {geometry.key_dim}"
+    if recurrence.delta_rule and recurrence.decay == "channel":
+        return (
+            f"a fold beside a read copy solves the window of a delta rule again, and the kernels do that for one decay "
+            f"per head, not for the channels of {recurrence.title}"
+        )
     return None
 
 

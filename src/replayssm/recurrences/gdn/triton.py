@@ -39,6 +39,7 @@ TRITON = TritonForm(
     key="k",
     query="q",
     value="v",
+    rate="beta",
     key_ring="k",
     write_ring="u",
     ring=("k_inv_norm", "log_decay"),

@@ -60,6 +60,7 @@ TRITON = TritonForm(
     key="B",
     query="C",
     value="x",
+    rate="",
     key_ring="B",
     write_ring="x",
     ring=("dt",),

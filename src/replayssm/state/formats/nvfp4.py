@@ -1,4 +1,4 @@
-"""NVFP4: four bits per element, a scale per block of 16 key rows, a scale per head."""
+"""NVFP4: four bits per element, a scale per block of 16 key rows, a scale per column."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from replayssm.state.formats.base import LARGEST_SCALED, Format, Parts, scale_of, within
-from replayssm.state.formats.scaled import E4M3_MAX, blocks, from_e4m3, spread, to_e4m3
+from replayssm.state.formats.scaled import E4M3_MAX, from_e4m3, to_e4m3
 from replayssm.state.formats.stochastic import Grid, round_to_grid
+from replayssm.state.formats.words import pack, unpack, word_rows
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of each code; a fourth bit is the sign."""
@@ -21,60 +22,64 @@ E4M3_MIN = 2.0**-9
 
 @dataclass(frozen=True)
 class Nvfp4Format(Format):
-    """E2M1 elements in blocks of 16 key rows of a column; the last block of a column may be shorter.
+    """E2M1 elements in blocks of 16 key rows of a column, and a scale per column on top of those of blocks.
 
-    | part          | shape              | dtype | value                                                              |
-    |---------------|--------------------|-------|--------------------------------------------------------------------|
-    | (codes)       | [H, N/2, P]        | uint8 | key row 2i of a column in the low nibble of row i, 2i+1 in the high |
-    | `.scale`      | [H, ceil(N/16), P] | uint8 | E4M3 s: amax of the block / (6 s2) within [2^-9, 448]; 1 for zeros  |
-    | `.head_scale` | [H]                | fp32  | s2 = max(amax of the head / 2688, 2^-100)                          |
+    | part            | shape        | dtype | value                                                               |
+    |-----------------|--------------|-------|---------------------------------------------------------------------|
+    | (codes)         | [H, N/8, P]  | int32 | nibbles, eight to a word (`words.py`)                               |
+    | `.scale`        | [H, N/16, P] | uint8 | E4M3 s: amax of the block / (6 s2) within [2^-9, 448]; 1 for zeros  |
+    | `.column_scale` | [H, P]       | fp32  | s2 = max(amax of the column / 2688, 2^-100)                         |
 
     A nibble is sign << 3 | index of the magnitude nearest to |x| / (s s2), ties to the even index, with the
     rounded s; larger quotients (a rounded s may be too small) saturate at 6. Zero keeps its sign. The value is
-    (magnitude * s) * s2: the first product is exact.
+    (magnitude * s) * s2: the first product is exact. NVFP4 elsewhere has one s2 for a whole tensor; one per column
+    leaves columns independent of each other, as everything else of a state is.
     """
 
     name = "nvfp4"
-    dtype = torch.uint8
+    dtype = torch.int32
     limit = LARGEST_SCALED
     bits_per_element = 4.5
     block = 16
 
     def parts(self, shape: tuple[int, ...]) -> Parts:
         heads, keys, columns = shape
-        if keys % 2:
-            raise ValueError(f"nvfp4 keeps two key rows in a byte and needs an even key_dim, got {keys}")
         return {
-            "": ((heads, keys // 2, columns), torch.uint8),
-            ".scale": ((heads, -(-keys // self.block), columns), torch.uint8),
-            ".head_scale": ((heads,), torch.float32),
+            "": ((heads, word_rows(keys, 4, self.block, self.name), columns), torch.int32),
+            ".scale": ((heads, keys // self.block, columns), torch.uint8),
+            ".column_scale": ((heads, columns), torch.float32),
         }
 
     def encode(self, state: Tensor, noise: Tensor | None = None) -> dict[str, Tensor]:
         x = within(state, self.limit)
         amax = blocks(x, self.block).abs().amax(-2)
-        head_scale = scale_of(amax.amax((-2, -1)), E2M1[-1] * E4M3_MAX)
-        whole = head_scale[..., None, None]
+        column_scale = scale_of(amax.amax(-2), E2M1[-1] * E4M3_MAX)
+        whole = column_scale.unsqueeze(-2)
         scale = (amax * (6 * whole).reciprocal()).clamp(E4M3_MIN, E4M3_MAX)
         code = to_e4m3(torch.where(amax == 0, 1.0, scale))
-        size = x.abs() * spread((from_e4m3(code) * whole).reciprocal(), self.block, x.shape[-2])
+        size = x.abs() * spread((from_e4m3(code) * whole).reciprocal(), self.block)
         size = size.clamp(max=E2M1[-1])
         if noise is not None:
             size = round_to_grid(size, noise, E2M1_GRID)
         nibbles = x.signbit().to(torch.uint8) << 3 | nearest_e2m1(size)
-        return {
-            "": nibbles[..., 0::2, :] | nibbles[..., 1::2, :] << 4,
-            ".scale": code,
-            ".head_scale": head_scale,
-        }
+        return {"": pack(nibbles, 4, self.block), ".scale": code, ".column_scale": column_scale}
 
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        codes = parts[""]
-        nibbles = torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
+        nibbles = unpack(parts[""], 4, self.block)
         value = e2m1_of(nibbles & 7)
         value = torch.where(nibbles > 7, -value, value)
-        value = value * spread(from_e4m3(parts[".scale"]), self.block, value.shape[-2])
-        return (value * parts[".head_scale"][..., None, None]).to(dtype)
+        value = value * spread(from_e4m3(parts[".scale"]), self.block)
+        return (value * parts[".column_scale"].unsqueeze(-2)).to(dtype)
+
+
+def blocks(x: Tensor, size: int) -> Tensor:
+    """[..., N, P] as blocks of key rows [..., N / size, size, P]."""
+    return x.unflatten(-2, (-1, size))
+
+
+def spread(scale: Tensor, size: int) -> Tensor:
+    """Scales of blocks [..., N / size, P] for each key row: [..., N, P]."""
+    return scale.unsqueeze(-2).expand(*scale.shape[:-1], size, -1).flatten(-3, -2)
 
 
 def e2m1_of(index: Tensor) -> Tensor:
