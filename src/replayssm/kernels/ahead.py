@@ -16,11 +16,14 @@ from triton.compiler import ASTSource
 
 from replayssm.kernels import materialize, plan
 from replayssm.kernels.launch import (
+    WORK,
     Choice,
     Tile,
+    copy_suffixes,
     form_of,
     prepare_constants,
     prepared_warps,
+    solves_again,
     verify_constants,
 )
 from replayssm.kernels.prepare import prepare_kernel
@@ -33,6 +36,8 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
 }
 
 
@@ -61,7 +66,7 @@ def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability:
 
 def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90) -> Resources:
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
-    signature = _layer_signature(layout) | _token_signature(layout) | {"weights": "*fp32", "probes": "*fp32"}
+    signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32") | {"programs": "i32"}
     given = prepare_constants(layout, 256, tokens, capability >= 90)
     return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens), capability)
 
@@ -79,7 +84,7 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     `mode` is which rows the launch takes (`kernels.verify`), `capability` the compute capability, such as 90.
     """
     signature = _layer_signature(layout) | _token_signature(layout)
-    signature |= {"weights": "*fp32", "probes": "*fp32", "saturated": "*i64"}
+    signature |= dict.fromkeys(WORK, "*fp32") | {"saturated": "*i64"}
     leads = capability >= 90 and mode == STEP_ROWS.value
     given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads)
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
@@ -152,8 +157,11 @@ def _layer_signature(layout: StateLayout) -> dict[str, Any]:
         "plan": "*i64",
         "state": specs["checkpoint"],
         "state_slot": "i64",
+        "copy": tuple((specs[f"read_copy{suffix}"], "i64") for suffix in copy_suffixes(layout)),
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),
+        "values": ring(form.value if solves_again(layout) else form.write_ring),
+        "rates": ring(form.rate) if solves_again(layout) else (),
         "ring": tuple(ring(name) for name in form.ring),
         "layer_params": tuple(_TYPES[layout.compute_dtype] for _ in form.params),
     }

@@ -218,17 +218,21 @@ def nvfp4_encode(S, BLOCKS: tl.constexpr):
     block = e4m3_code(tl.where(amax == 0, 1.0, wanted))
     scale = block_scale(block)
     inverse = tl.div_rn(1.0, scale * column[None, :])
-    spread = [BLOCKS, size, S.shape[1]]
-    of_key = tl.reshape(tl.broadcast_to(inverse[:, None, :], spread), S.shape)
-    x = tl.minimum(tl.abs(S) * of_key, 6.0)
+    x = tl.minimum(tl.abs(S) * of_keys(inverse, size), 6.0)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
     subnormal = (x + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000  # multiples of 1/2, the spacing at 2^22
     codes = tl.where(x < 1.0, subnormal, normal) | ((S.to(tl.int32, bitcast=True) >> 28) & 8)
-    values = nvfp4_value(codes, 0) * 8.507059173023462e37 * tl.reshape(  # 2^126
-        tl.broadcast_to(scale[:, None, :], spread), S.shape
-    )
+    values = nvfp4_value(codes, 0) * 8.507059173023462e37 * of_keys(scale, size)  # 2^126
     return codes, column, block, values * column[None, :]
+
+
+@triton.jit
+def of_keys(scale, SIZE: tl.constexpr):
+    """Scales of blocks [BLOCKS, P] for each of their SIZE key rows: [N, P]."""
+    rows: tl.constexpr = scale.shape[0] * SIZE
+    spread = tl.broadcast_to(scale[:, None, :], [scale.shape[0], SIZE, scale.shape[1]])
+    return tl.reshape(spread, [rows, scale.shape[1]])
 
 
 TRITON_FORMATS = {

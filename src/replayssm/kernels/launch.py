@@ -91,6 +91,9 @@ def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device)
     return torch.empty(sum(_work_sizes(layout, rows, tokens)), dtype=torch.float32, device=device)
 
 
+WORK = ("weights", "probes", "solves")
+
+
 def _work_sizes(layout: StateLayout, rows: int, tokens: int) -> tuple[int, int, int]:
     """Floats of weights [B, H, T, block], of any probes [B, H, T, 2, N] and any solves [B, H, WP + 1, WP]."""
     heads, window = rows * layout.geometry.heads, padded_window(layout)
@@ -229,7 +232,7 @@ def launch_verify(
         "query": strided(inputs[form.query]),
         "value": strided(inputs[form.value]),
         "inputs": tuple(strided(inputs[name]) for name in form.inputs),
-        **dict(zip(("weights", "probes", "solves"), work.split(_work_sizes(layout, rows, tokens)), strict=True)),
+        **dict(zip(WORK, work.split(_work_sizes(layout, rows, tokens)), strict=True)),
         "y": strided(y),
         "saturated": saturated,
     }
@@ -287,10 +290,14 @@ def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
 
 def _copy_parts(layer: LayerState) -> tuple[tuple[Tensor, int], ...]:
     """(tensor, slot stride) of each part of the read copy, none without one."""
-    name = layer.layout.config.read_format
-    suffixes = () if name is None else TRITON_FORMATS[name].parts
-    parts = [layer.tensors[f"read_copy{suffix}"] for suffix in suffixes]
+    parts = [layer.tensors[f"read_copy{suffix}"] for suffix in copy_suffixes(layer.layout)]
     return tuple((part, part.stride(0)) for part in parts)
+
+
+def copy_suffixes(layout: StateLayout) -> tuple[str, ...]:
+    """Names of those parts, as the kernels take them."""
+    name = layout.config.read_format
+    return () if name is None else TRITON_FORMATS[name].parts
 
 
 def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping[str, Any], **options: Any) -> None:

@@ -79,25 +79,24 @@ def prepare_kernel(
         gdc_wait()
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    solving = False
-    each = HEADS
-    if SOLVES:
-        solving = pid >= programs
-        pid = tl.where(solving, pid - programs, pid)
-        each = tl.where(solving, 1, HEADS)
-    b = (pid // (H // each)).to(tl.int64)
-    h = pid % (H // each) * each
-    g = h // (H // G)
-    plan += b * plan_row
-    slot = tl.load(plan + SLOT)
-    if solving:
+    if SOLVES and pid >= programs:
+        b = ((pid - programs) // H).to(tl.int64)
+        h = (pid - programs) % H
+        plan += b * plan_row
+        slot = tl.load(plan + SLOT)
         folded = tl.load(plan + FOLDED)
         if folded > 0 and slot >= 0:
             solve_window(
-                h, g, slot, folded, tl.load(plan + FOLD_START), keys, ring, rates, layer_params,
+                h, h // (H // G), slot, folded, tl.load(plan + FOLD_START), keys, ring, rates, layer_params,
                 solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
             )  # fmt: skip
-    elif slot >= 0:
+        return
+    b = (pid // (H // HEADS)).to(tl.int64)
+    h = pid % (H // HEADS) * HEADS
+    g = h // (H // G)
+    plan += b * plan_row
+    slot = tl.load(plan + SLOT)
+    if slot >= 0:
         n = tl.arange(0, NP)
         n_mask = n < N
         tokens = tl.load(plan + TOKENS)

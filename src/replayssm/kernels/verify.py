@@ -205,9 +205,10 @@ def verify_units(
                 tl.store(state_at, rounded, mask=state_mask, eviction_policy="evict_last")
             else:
                 tl.store(state_at, rounded, eviction_policy="evict_last")
-            S = rounded.to(tl.float32)
-            if CODES > 0:
+            if CODES > 0:  # the copy is rounded once, not a second time after the checkpoint's format
                 S = store_copy(S, copy, slot, h, p, saturated, N, P, CODES, BITS, BLOCKS, ENCODE)
+            else:
+                S = rounded.to(tl.float32)
 
         if T == 1:
             one_token(

@@ -1,0 +1,137 @@
+"""Read copies as the kernels write and read them, bit for bit what the formats say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.kernels.formats import TRITON_FORMATS, format_constants, store_copy, word_dot, word_sums
+from replayssm.kernels.verify import load_copy
+from replayssm.state.formats import FORMATS
+from replayssm.state.formats.base import LARGEST_SCALED
+
+from .harness import DEVICE, bits, error
+
+H, P, BLOCK_P = 3, 24, 16
+
+
+@triton.jit
+def write_kernel(
+    states, copy, saturated, out,
+    N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr,
+    BLOCKS: tl.constexpr, ENCODE: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    at = h * (N * P) + tl.arange(0, N)[:, None] * P + p[None, :]
+    mask = (p < P)[None, :]
+    S = tl.load(states + at, mask=mask, other=0)
+    shown = store_copy(S, copy, 1, h, p, saturated, N, P, CODES, BITS, BLOCKS, ENCODE)
+    tl.store(out + at, shown, mask=mask)
+
+
+@triton.jit
+def read_kernel(
+    copy, probes, sums, dots,
+    N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr,
+    FACTOR: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    words, scales, column = load_copy(copy, 1, h, p, N, P, 1, CODES, BLOCKS)
+    q, k = word_sums(
+        words, scales, column, probes, probes + N, tl.full([1], True, tl.int1), N, CODES, BLOCKS, VALUE, FACTOR, True
+    )
+    at = sums + h * (2 * P) + p
+    tl.store(at, q, mask=p < P)
+    tl.store(at + P, k, mask=p < P)
+    words, scales, column = load_copy(copy, 1, h, p, N, P, 16, CODES, BLOCKS)
+    i = tl.arange(0, 16)[:, None]
+    found = word_dot(words, scales, column, probes + i * N, i < 2, N, CODES, BLOCKS, VALUE, FACTOR)
+    tl.store(dots + h * (2 * P) + i * P + p[None, :], found, mask=(i < 2) & (p < P)[None, :])
+
+
+def state(seed: int, keys: int) -> Tensor:
+    """[1, H, N, P] of many magnitudes, ties, zeros, values too small and too large for codes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, H, keys, P, generator=generator) * 10.0 ** (torch.rand(1, H, keys, 1, generator=generator) * 8 - 6)
+    x[0, 1] = torch.randint(-48, 49, (keys, P), generator=generator) / 8
+    x[0, 1, 0] = 6 * 448 / 64
+    x[0, 0, :, 3] = 0
+    x[0, 0, :16, 4] = -0.0
+    x[0, 2, 5, 6], x[0, 2, 9, 6], x[0, 2, 3, 7] = 1.5 * LARGEST_SCALED, -torch.inf, 2.0**-149
+    x[0, 2, :, 8] = 2.0**-140
+    return x
+
+
+def parts_of(name: str, keys: int) -> dict[str, Tensor]:
+    """Two slots full of ones in every bit."""
+    return {
+        suffix: torch.full((2, *shape), -1 if dtype == torch.int32 else 255, device=DEVICE).to(dtype)
+        for suffix, (shape, dtype) in FORMATS[name].parts((H, keys, P)).items()
+    }
+
+
+def copy_argument(name: str, parts: dict[str, Tensor]) -> tuple[tuple[Tensor, int], ...]:
+    return tuple((parts[suffix], parts[suffix].stride(0)) for suffix in TRITON_FORMATS[name].parts)
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("name", list(TRITON_FORMATS))
+def test_what_is_written_is_what_the_format_says(name: str, keys: int) -> None:
+    x, parts = state(keys, keys).to(DEVICE), parts_of(name, keys)
+    constants = format_constants(name, keys)
+    saturated = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    out = torch.full_like(x, torch.nan)
+    write_kernel[(H, 2)](
+        x, copy_argument(name, parts), saturated, out, keys, P, BLOCK_P,
+        constants["CODES"], constants["BITS"], constants["BLOCKS"], constants["ENCODE"],
+    )  # fmt: skip
+    expected = FORMATS[name].encode(x)
+    before = parts_of(name, keys)
+    for suffix, part in expected.items():
+        assert torch.equal(bits(parts[suffix][1:].contiguous()), bits(part)), suffix
+        assert torch.equal(bits(parts[suffix][:1].contiguous()), bits(before[suffix][:1])), "another slot"
+    assert torch.equal(bits(out), bits(FORMATS[name].decode(expected, torch.float32)))
+    assert saturated.tolist() == [0, int(FORMATS[name].saturated(x))]
+
+
+@pytest.mark.parametrize("name", list(TRITON_FORMATS))
+def test_a_nan_stays_in_its_column_and_is_read(name: str) -> None:
+    x, parts = state(0, 64), parts_of(name, 64)
+    x[0, 1, 7, 5] = torch.nan
+    x, constants = x.to(DEVICE), format_constants(name, 64)
+    out, saturated = torch.zeros_like(x), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    write_kernel[(H, 2)](
+        x, copy_argument(name, parts), saturated, out, 64, P, BLOCK_P,
+        constants["CODES"], constants["BITS"], constants["BLOCKS"], constants["ENCODE"],
+    )  # fmt: skip
+    read = FORMATS[name].decode({suffix: part[1:] for suffix, part in parts.items()}, torch.float32)
+    for found in (out.isnan(), read.isnan()):
+        assert found[0, 1, :, 5].all()
+        assert int(found.sum()) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", list(TRITON_FORMATS))
+def test_sums_are_those_of_the_decoded_state(name: str, dtype: torch.dtype) -> None:
+    keys, form = 128, FORMATS[name]
+    generator = torch.Generator().manual_seed(1)
+    spread = 10.0 ** (torch.rand(1, H, keys, 1, generator=generator) * 3 - 3)
+    x = (torch.randn(1, H, keys, P, generator=generator) * spread).to(DEVICE)
+    parts, encoded = parts_of(name, keys), form.encode(x)
+    for suffix, part in encoded.items():
+        parts[suffix][1] = part[0]
+    probes = torch.randn(2, keys, generator=generator).to(dtype).to(DEVICE)
+    sums, dots = (torch.full((H, 2, P), torch.nan, device=DEVICE) for _ in range(2))
+    constants = format_constants(name, keys)
+    read_kernel[(H, 2)](
+        copy_argument(name, parts), probes, sums, dots, keys, P, BLOCK_P,
+        constants["CODES"], constants["BLOCKS"], constants["FACTOR"], constants["VALUE"],
+    )  # fmt: skip
+    expected = torch.einsum("in,hnp->hip", probes.double(), form.decode(encoded, torch.float64)[0])
+    assert error(sums, expected) < 1e-6
+    assert error(dots, expected) < 1e-6
