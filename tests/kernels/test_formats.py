@@ -50,7 +50,7 @@ def read_kernel(
     tl.store(at + P, k, mask=p < P)
     words, scales, column = load_copy(copy, 1, h, p, N, P, 16, CODES, BLOCKS)
     i = tl.arange(0, 16)[:, None]
-    found = word_dot(words, scales, column, probes + i * N, i < 2, N, CODES, BLOCKS, VALUE, FACTOR)
+    found = word_dot(words[0], scales, column, probes + i * N, i < 2, N, CODES, BLOCKS, VALUE, FACTOR)
     tl.store(dots + h * (2 * P) + i * P + p[None, :], found, mask=(i < 2) & (p < P)[None, :])
 
 

@@ -76,33 +76,28 @@ def word_sums(
     """(S^T q, S^T k) [P] each of one pass over the words; k only when TWO.
 
     Args:
-        words: [N / CODES, P].
+        words: tuple of tiles [R, P], word rows in order.
         scales: of blocks [BLOCKS, P]; read when there is more than one.
         column: scales of columns [P].
         q_at, k_at: pointers to the probes [N].
     """
-    key = first_keys(tl.arange(0, words.shape[0]), N, CODES, BLOCKS)
-    q_sums = tl.zeros(words.shape, tl.float32)
+    R: tl.constexpr = words[0].shape[0]
+    q_sums = tl.zeros(words[0].shape, tl.float32)
     k_sums = q_sums
-    for c in tl.static_range(CODES):
-        x = VALUE(words, c)
-        q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
-        q_sums += x * q[:, None]
-        if TWO:
-            k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
-            k_sums += x * k[:, None]
+    for tile in tl.static_range(len(words)):
+        key = first_keys(tile * R + tl.arange(0, R), N, CODES, BLOCKS)
+        for c in tl.static_range(CODES):
+            x = VALUE(words[tile], c)
+            q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+            q_sums += x * q[:, None]
+            if TWO:
+                k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+                k_sums += x * k[:, None]
+    if BLOCKS > 1:  # a tile has one word of each block
+        q_sums *= scales
+        k_sums *= scales
     column *= FACTOR / PROBE_FACTOR
-    return of_blocks(q_sums, scales, BLOCKS) * column, of_blocks(k_sums, scales, BLOCKS) * column
-
-
-@triton.jit
-def of_blocks(sums, scales, BLOCKS: tl.constexpr):
-    """Sums [P] of word rows [N / CODES, P], each with its block's scale."""
-    if BLOCKS == 1:
-        return tl.sum(sums, 0)
-    else:
-        inside: tl.constexpr = sums.shape[0] // BLOCKS
-        return tl.sum(tl.sum(tl.reshape(sums, [inside, BLOCKS, sums.shape[1]]), 0) * scales, 0)
+    return tl.sum(q_sums, 0) * column, tl.sum(k_sums, 0) * column
 
 
 @triton.jit

@@ -297,16 +297,22 @@ def append(ring, slot, h, row, p, x, mask):
 
 @triton.jit
 def load_copy(copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Words [N / CODES, P] of the read copy, scales of their blocks in the form that T tokens take, those of columns."""
+    """Words [N / CODES, P] of the read copy, scales of their blocks and of columns, in the forms that T tokens take.
+
+    One token takes words in tiles, whose sums need few registers, and a scale per block; several take one per word.
+    """
     rows: tl.constexpr = N // CODES
-    r = tl.arange(0, rows)
+    R: tl.constexpr = rows if T > 1 else (BLOCKS if BLOCKS > 1 else rows)
     mask = (p < P)[None, :]
     # padding counts as 0, and what an empty copy holds is dropped later
-    words = tl.load(copy_at(copy[0], slot, h, r, p, rows, P), mask=mask, other=0, eviction_policy="evict_first")
+    words = ()
+    for tile in tl.static_range(rows // R):
+        at = copy_at(copy[0], slot, h, tile * R + tl.arange(0, R), p, rows, P)
+        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
     column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
     scales = 1.0
     if BLOCKS > 1:
-        of = tl.arange(0, BLOCKS) if T == 1 else r % BLOCKS
+        of = tl.arange(0, R) % BLOCKS
         scales = block_scale(tl.load(copy_at(copy[2], slot, h, of, p, BLOCKS, P), mask=mask, other=0))
     return words, scales, column
 
@@ -343,7 +349,7 @@ def several_tokens(
             k_at = key[0] + b * key[1] + t_row[:, None] * key[2] + g * N
             probe_at = tl.where(corrects[:, None], k_at, probe_at)
     if CODES > 0 and MODE == STEP_ROWS:
-        out = word_dot(S, scales, column, probe_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR)
+        out = word_dot(S[0], scales, column, probe_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR)
     else:
         out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
     if not CHANNEL:
