@@ -53,7 +53,7 @@ def test_a_sequence_goes_on_from_the_clamped_checkpoint() -> None:
     assert clamped(pool, slot) == 0
     flow.flush(pool, [slot])
     assert (checkpoint(pool, slot), clamped(pool, slot)) == (LIMIT, 1)
-    assert float(flow.materialize(pool, 0, [slot])) == LIMIT
+    assert float(flow.materialize(pool, 0, [slot])[0, 0, 0, 0]) == LIMIT
     assert decode(pool, slot, -1000.0) == pytest.approx(LIMIT / 2 - 1000)
     flow.flush(pool, [slot])
     assert checkpoint(pool, slot) == pytest.approx(LIMIT / 2 - 1000, rel=2**-11)
@@ -127,9 +127,9 @@ def test_a_clamped_read_copy_is_counted_and_said() -> None:
     decode(pool, slot, 190_000.0)
     decode(pool, quiet, 6.0)
     flow.flush(pool, [slot, quiet])
-    assert (checkpoint(pool, slot), float(pool.layers[0].tensors["read_copy"][slot])) == (190_000, LIMIT)
+    assert (checkpoint(pool, slot), float(pool.layers[0].tensors["read_copy"][slot, 0, 0, 0])) == (190_000, LIMIT)
     assert decode(pool, slot, 0.0) == pytest.approx(LIMIT / 2)
-    assert float(flow.materialize(pool, 0, [slot])) == pytest.approx(95_000)
+    assert float(flow.materialize(pool, 0, [slot])[0, 0, 0, 0]) == pytest.approx(95_000)
     assert (clamped(pool, slot), clamped(pool, quiet)) == (1, 0)
     with pytest.warns(
         SaturationWarning, match=r"1 elements of checkpoint \(fp32\) and read copy \(fp16\) were clamped"
