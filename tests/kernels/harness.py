@@ -54,7 +54,7 @@ class Case:
         """Of outputs: write vectors that only they see are kept in the model's dtype, where neighbours may differ."""
         if self.read_format is None or not get(self.recurrence).delta_rule:
             return self.tolerance
-        return max(self.tolerance, 0.5 * torch.finfo(DTYPES[self.model_dtype]).eps)
+        return self.tolerance + 0.5 * torch.finfo(DTYPES[self.model_dtype]).eps
 
     @property
     def tolerance(self) -> float:

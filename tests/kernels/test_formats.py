@@ -37,20 +37,20 @@ def write_kernel(
 def read_kernel(
     copy, probes, sums, dots,
     N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr,
-    FACTOR: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     words, scales, column = load_copy(copy, 1, h, p, N, P, 1, CODES, BLOCKS)
     q, k = word_sums(
-        words, scales, column, probes, probes + N, tl.full([1], True, tl.int1), N, CODES, BLOCKS, VALUE, FACTOR, True
+        words, scales, column, probes, probes + N, tl.full([1], True, tl.int1), N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, True
     )
     at = sums + h * (2 * P) + p
     tl.store(at, q, mask=p < P)
     tl.store(at + P, k, mask=p < P)
     words, scales, column = load_copy(copy, 1, h, p, N, P, 16, CODES, BLOCKS)
     i = tl.arange(0, 16)[:, None]
-    found = word_dot(words, scales, column, probes + i * N, i < 2, N, CODES, BLOCKS, VALUE, FACTOR)
+    found = word_dot(words[0], scales, column, probes + i * N, i < 2, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE)
     tl.store(dots + h * (2 * P) + i * P + p[None, :], found, mask=(i < 2) & (p < P)[None, :])
 
 
@@ -116,9 +116,11 @@ def test_a_nan_stays_in_its_column_and_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("native", [False, True] if DEVICE.type == "cuda" else [False])
 @pytest.mark.parametrize("name", list(TRITON_FORMATS))
-def test_sums_are_those_of_the_decoded_state(name: str, dtype: torch.dtype) -> None:
-    keys, form = 128, FORMATS[name]
+def test_sums_are_those_of_the_decoded_state(name: str, native: bool, keys: int, dtype: torch.dtype) -> None:
+    form = FORMATS[name]
     generator = torch.Generator().manual_seed(1)
     spread = 10.0 ** (torch.rand(1, H, keys, 1, generator=generator) * 3 - 3)
     x = (torch.randn(1, H, keys, P, generator=generator) * spread).to(DEVICE)
@@ -127,10 +129,10 @@ def test_sums_are_those_of_the_decoded_state(name: str, dtype: torch.dtype) -> N
         parts[suffix][1] = part[0]
     probes = torch.randn(2, keys, generator=generator).to(dtype).to(DEVICE)
     sums, dots = (torch.full((H, 2, P), torch.nan, device=DEVICE) for _ in range(2))
-    constants = format_constants(name, keys)
+    constants = format_constants(name, keys, native)
     read_kernel[(H, 2)](
         copy_argument(name, parts), probes, sums, dots, keys, P, BLOCK_P,
-        constants["CODES"], constants["BLOCKS"], constants["FACTOR"], constants["VALUE"],
+        constants["CODES"], constants["BLOCKS"], constants["FACTOR"], constants["VALUE"], constants["NATIVE"],
     )  # fmt: skip
     expected = torch.einsum("in,hnp->hip", probes.double(), form.decode(encoded, torch.float64)[0])
     assert error(sums, expected) < 1e-6

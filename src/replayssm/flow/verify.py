@@ -62,6 +62,9 @@ def _verify(pool: StatePool, number: int, step: Step, inputs: dict[str, Tensor])
     recurrence = layer.layout.recurrence
     fold_due(pool, number, step)
     state = layer.state(step.slots, layer.read_kind)
+    if layer.layout.read_format is not None:
+        # a row that has just folded has the checkpoint in hand: it reads that
+        state = torch.where((step.folded > 0)[:, None, None, None], layer.state(step.slots, "checkpoint"), state)
     state = torch.where(step.empty[:, None, None, None], 0, state)
 
     history = take_ring(layer, step.slots, step.history_rows, step.history_mask)

@@ -37,6 +37,7 @@ class TritonFormat:
         block: key rows with a scale of their own; 0 when only columns have one.
         value: (words, c) -> fp32, code c of every word times 1 / factor.
         factor: see `value`; a power of two.
+        native: the same, of factor 1, with the conversion that GPUs from compute capability 8.9 have; None without.
         encode: (state [N, P], BLOCKS) -> (codes int32 [N, P], scale of columns [P], codes of block scales
             [BLOCKS, P], the fp32 state [N, P] that they stand for).
     """
@@ -47,6 +48,7 @@ class TritonFormat:
     value: Any
     factor: float
     encode: Any
+    native: Any = None
 
 
 @triton.jit
@@ -71,44 +73,45 @@ def first_keys(r, N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr):
 def word_sums(
     words, scales, column, q_at, k_at, live,
     N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
-    TWO: tl.constexpr,
+    NATIVE: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """(S^T q, S^T k) [P] each of one pass over the words; k only when TWO.
 
     Args:
-        words: [N / CODES, P].
+        words: tuple of tiles [R, P], word rows in order.
         scales: of blocks [BLOCKS, P]; read when there is more than one.
         column: scales of columns [P].
         q_at, k_at: pointers to the probes [N].
     """
-    key = first_keys(tl.arange(0, words.shape[0]), N, CODES, BLOCKS)
-    q_sums = tl.zeros(words.shape, tl.float32)
+    R: tl.constexpr = words[0].shape[0]
+    q_sums = tl.zeros(words[0].shape, tl.float32)
     k_sums = q_sums
-    for c in tl.static_range(CODES):
-        x = VALUE(words, c)
-        q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
-        q_sums += x * q[:, None]
-        if TWO:
-            k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
-            k_sums += x * k[:, None]
+    for tile in tl.static_range(len(words)):
+        key = first_keys(tile * R + tl.arange(0, R), N, CODES, BLOCKS)
+        if NATIVE:
+            values = VALUE(words[tile])
+        for c in tl.static_range(CODES):
+            if NATIVE:
+                x = values[c]
+            else:
+                x = VALUE(words[tile], c)
+            q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+            q_sums += x * q[:, None]
+            if TWO:
+                k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+                k_sums += x * k[:, None]
+    if BLOCKS > 1:  # a tile has one word of each block
+        q_sums *= scales
+        k_sums *= scales
     column *= FACTOR / PROBE_FACTOR
-    return of_blocks(q_sums, scales, BLOCKS) * column, of_blocks(k_sums, scales, BLOCKS) * column
-
-
-@triton.jit
-def of_blocks(sums, scales, BLOCKS: tl.constexpr):
-    """Sums [P] of word rows [N / CODES, P], each with its block's scale."""
-    if BLOCKS == 1:
-        return tl.sum(sums, 0)
-    else:
-        inside: tl.constexpr = sums.shape[0] // BLOCKS
-        return tl.sum(tl.sum(tl.reshape(sums, [inside, BLOCKS, sums.shape[1]]), 0) * scales, 0)
+    return tl.sum(q_sums, 0) * column, tl.sum(k_sums, 0) * column
 
 
 @triton.jit
 def word_dot(
     words, scales, column, probe_at, mask,
     N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Products [D, P] of probes with a state.
 
@@ -119,10 +122,17 @@ def word_dot(
         probe_at: pointers to the first element of D probes, [D, 1].
         mask: [D, 1], which of them count.
     """
-    key = first_keys(tl.arange(0, words.shape[0]), N, CODES, BLOCKS)
+    r = tl.arange(0, words.shape[0])
+    key = first_keys(r, N, CODES, BLOCKS)
+    mask = mask & (r < N // CODES)[None, :]  # products have at least 16 word rows
     found = tl.zeros([probe_at.shape[0], words.shape[1]], tl.float32)
+    if NATIVE:
+        values = VALUE(words)
     for c in tl.static_range(CODES):
-        x = VALUE(words, c) * FACTOR
+        if NATIVE:
+            x = values[c]
+        else:
+            x = VALUE(words, c) * FACTOR
         if BLOCKS > 1:
             x *= scales
         probe = tl.load(probe_at + (key + c)[None, :], mask=mask, other=0)
@@ -177,6 +187,27 @@ def e4m3_code(x):
 def fp8_value(words, c: tl.constexpr):
     # an arithmetic shift copies the sign into the exponent's high bits, which the mask then clears
     return (((words << (24 - 8 * c)) >> 4) & -2014314496).to(tl.float32, bitcast=True)  # 0x87F00000
+
+
+FROM_E4M3 = tl.constexpr("""{
+    .reg .b16 low, high, a0, a1, b0, b1;
+    .reg .b32 a, b;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    cvt.rn.f16x2.e4m3x2 b, high;
+    mov.b32 {a0, a1}, a;
+    mov.b32 {b0, b1}, b;
+    cvt.f32.f16 $0, a0;
+    cvt.f32.f16 $1, a1;
+    cvt.f32.f16 $2, b0;
+    cvt.f32.f16 $3, b1;
+}""")
+
+
+@triton.jit
+def fp8_native(words):
+    four: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
+    return tl.inline_asm_elementwise(FROM_E4M3, "=f,=f,=f,=f,r", [words], four, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -236,7 +267,7 @@ def of_keys(scale, SIZE: tl.constexpr):
 
 
 TRITON_FORMATS = {
-    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_encode),
+    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_encode, fp8_native),
     "int8": TritonFormat(("", ".scale"), 8, 0, int8_value, 1.0, int8_encode),
     "nvfp4": TritonFormat(
         ("", ".column_scale", ".scale"), 4, Nvfp4Format.block, nvfp4_value, 2.0**126, nvfp4_encode
@@ -245,16 +276,19 @@ TRITON_FORMATS = {
 assert TRITON_FORMATS.keys() <= FORMATS.keys()
 
 
-def format_constants(name: str | None, key_dim: int) -> dict[str, Any]:
-    """Compile-time arguments of the templates for a read copy; CODES is 0 without one."""
-    if name is None:
-        return {"CODES": 0, "BITS": 0, "BLOCKS": 1, "FACTOR": 1.0, "VALUE": fp8_value, "ENCODE": fp8_encode}
-    form = TRITON_FORMATS[name]
+def format_constants(name: str | None, key_dim: int, native: bool = False) -> dict[str, Any]:
+    """Compile-time arguments of the templates for a read copy; CODES is 0 without one.
+
+    `native`: whether the GPU has the conversions of compute capability 8.9.
+    """
+    form = TRITON_FORMATS["fp8" if name is None else name]
+    native = native and form.native is not None
     return {
-        "CODES": WORD_BITS // form.bits,
+        "NATIVE": native,
+        "CODES": 0 if name is None else WORD_BITS // form.bits,
         "BITS": form.bits,
         "BLOCKS": key_dim // form.block if form.block else 1,
-        "FACTOR": form.factor,
-        "VALUE": form.value,
+        "FACTOR": 1.0 if native else form.factor,
+        "VALUE": form.native if native else form.value,
         "ENCODE": form.encode,
     }

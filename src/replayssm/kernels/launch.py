@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from replayssm.kernels.copies import copy_kernel
 from replayssm.kernels.formats import TRITON_FORMATS, format_constants
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
@@ -29,6 +30,9 @@ MAX_PREPARED_WEIGHTS = 2048
 
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
+
+SOLVING_WARPS = COPYING_WARPS = 8
+"""Programs of one warp per multiprocessor that solve windows again, and that round read copies."""
 
 FLUSH_WARPS = 16
 """Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
@@ -66,6 +70,10 @@ class Choice:
     step: Tile
     flush: Tile | None = None
     recurrent: bool = False
+
+
+COPYING = Tile(32)
+"""How the launch that rounds read copies divides the work."""
 
 
 @cache
@@ -151,8 +159,14 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
         "QUERY_SCALE": form.query_scale,
         "STORE_RECORD": form.store_record,
         "SOLVES": solves_again(layout),
-        **format_constants(layout.config.read_format, geometry.key_dim),
+        **format_constants(layout.config.read_format, geometry.key_dim, _has_e4m3()),
     }
+
+
+@cache
+def copy_constants(layout: StateLayout, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments of `copy_kernel`, among others."""
+    return layer_constants(layout) | {"BLOCK_P": COPYING.block_p, "OVERLAP": overlap}
 
 
 def clamp_limit(dtype: torch.dtype) -> float:
@@ -250,7 +264,7 @@ def launch_verify(
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
     given["programs"], constants = prepared_programs(layout, rows, tokens), prepare_constants(layout, rows, tokens, overlap)
-    programs = given["programs"] + (rows * layout.geometry.heads if solves_again(layout) else 0)
+    programs = given["programs"] + (SOLVING_WARPS * _processors(y.device) if solves_again(layout) else 0)
     run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
@@ -262,6 +276,9 @@ def launch_verify(
         programs = min(units_of(choice.flush), _processors(y.device) * max(1, FLUSH_WARPS // warps))
         constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=warps, **early)
+    if layout.read_format is not None:
+        programs = min(units_of(COPYING), COPYING_WARPS * _processors(y.device))
+        run(copy_kernel, programs, given, copy_constants(layout, overlap), num_warps=COPYING.num_warps, **early)
 
 
 def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
@@ -310,6 +327,12 @@ def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping
 def _overlaps(device: torch.device) -> bool:
     """Whether a launch may start before the one it depends on has ended (compute capability 9.0 and later)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _has_e4m3() -> bool:
+    """Whether the GPU converts from E4M3 by itself (compute capability 8.9 and later)."""
+    return torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 @cache

@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low
-from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS
+from replayssm.kernels.plan import DUE_COUNT, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 
 
 def block_size(tokens: int, window: int, delta_rule: bool) -> int:
@@ -56,7 +56,7 @@ def prepare_kernel(
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
-    """A program per row and HEADS heads of one key head, then with SOLVES one per row and head. See the module.
+    """A program per row and HEADS heads of one key head, and with SOLVES some more for due rows. See the module.
 
     Shapes: B rows, T tokens (TP padded), H heads, G key heads, N key dim (NP padded), window padded to WP.
 
@@ -80,15 +80,15 @@ def prepare_kernel(
         gdc_launch_dependents()
     pid = tl.program_id(0)
     if SOLVES and pid >= programs:
-        b = ((pid - programs) // H).to(tl.int64)
-        h = (pid - programs) % H
-        plan += b * plan_row
-        slot = tl.load(plan + SLOT)
-        folded = tl.load(plan + FOLDED)
-        if folded > 0 and slot >= 0:
+        due = tl.load(plan + DUE_COUNT).to(tl.int32)
+        for item in range(pid - programs, due * H, tl.num_programs(0) - programs):
+            b = tl.load(plan + item // H * plan_row + ORDER)
+            row = plan + b * plan_row
+            h = item % H
             solve_window(
-                h, h // (H // G), slot, folded, tl.load(plan + FOLD_START), keys, ring, rates, layer_params,
-                solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
+                h, h // (H // G), tl.load(row + SLOT), tl.load(row + FOLDED), tl.load(row + FOLD_START), keys, ring,
+                rates, layer_params, solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES,
+                RECORD_DECAY,
             )  # fmt: skip
         return
     b = (pid // (H // HEADS)).to(tl.int64)

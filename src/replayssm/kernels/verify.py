@@ -5,8 +5,9 @@ With the weights of the first launch (kernels/prepare.py) an output is a few wei
 two probes (q and k), and written back only where the row is due.
 
 With a read copy, rows that are not due never see the checkpoint: the copy's words stand in its place. Rows that are due
-fold into the checkpoint and round the copy anew; delta rules solve the window again for that, with the matrix that the
-first launch left, because the ring's write vectors were corrected against the old copy.
+fold into the checkpoint, which is what their outputs then read, and a last launch rounds their copies
+(kernels/copies.py). Delta rules solve the window again for a fold, with the matrix that the first launch left, because
+the ring's write vectors were corrected against the old copy.
 
 A state or a ring row is read once in a step, what is written is read soon: the eviction hints keep the former from
 pushing the latter out of the L2 before its lines are full (measured in docs/experiments.md).
@@ -19,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, solved_writes, state_dot
-from replayssm.kernels.formats import block_scale, copy_at, store_copy, word_dot, word_sums
+from replayssm.kernels.formats import block_scale, copy_at, word_dot, word_sums
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -35,8 +36,7 @@ def verify_kernel(
     BLOCK_P: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
-    CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
-    ENCODE: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
@@ -72,8 +72,8 @@ def verify_kernel(
                 b, first, tl.minimum(first + count, units), tl.load(row + SLOT), tl.load(row + FOLDED), row, state,
                 state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
                 solves, y, saturated, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
-                DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BITS, BLOCKS,
-                FACTOR, VALUE, ENCODE,
+                DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
+                VALUE, NATIVE,
             )  # fmt: skip
     else:
         b = (pid // parts).to(tl.int64)
@@ -87,7 +87,7 @@ def verify_kernel(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, copy,
                 keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y, saturated,
                 H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP,
-                OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BITS, BLOCKS, FACTOR, VALUE, ENCODE,
+                OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
             )  # fmt: skip
         first_launch_done(OVERLAP, LEADS)  # also where nothing needed it
     if MODE == FLUSH_ROWS and OVERLAP:
@@ -128,8 +128,7 @@ def verify_units(
     BLOCK_P: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
-    CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
-    ENCODE: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to."""
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -205,22 +204,19 @@ def verify_units(
                 tl.store(state_at, rounded, mask=state_mask, eviction_policy="evict_last")
             else:
                 tl.store(state_at, rounded, eviction_policy="evict_last")
-            if CODES > 0:  # the copy is rounded once, not a second time after the checkpoint's format
-                S = store_copy(S, copy, slot, h, p, saturated, N, P, CODES, BITS, BLOCKS, ENCODE)
-            else:
-                S = rounded.to(tl.float32)
+            S = rounded.to(tl.float32)
 
         if T == 1:
             one_token(
                 b, h, g, p, n, S, scales, column, past, tokens, empty, (start + records) % RING_ROWS,
                 j < history, slot, writes, values, key, query, value, layer_params, weight, probes, y, H, N, P, NP,
-                WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE,
+                WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
             )  # fmt: skip
         else:
             several_tokens(
                 b, h, g, p, n, S, scales, column, past, tokens, empty, start + records, j < history, slot, writes,
                 values, key, query, value, layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK,
-                MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE,
+                MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
             )  # fmt: skip
 
 
@@ -236,7 +232,7 @@ def one_token(
     layer_params, weight, probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, MODE: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
-    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Output and write vector of a unit's only token, on one or two weighted sums over columns of S and of `past`."""
     scalars: tl.constexpr = (WP + 1) * (2 if DELTA else 1)
@@ -256,7 +252,7 @@ def one_token(
         k_at = key[0] + b * key[1] + g * N
     if CODES > 0 and MODE == STEP_ROWS:
         probe_live = live | CHANNEL
-        out, answer = word_sums(S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, DELTA)
+        out, answer = word_sums(S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, DELTA)
     else:
         out = tl.sum(S * tl.load(q_at + n, mask=probe_mask, other=0).to(tl.float32)[:, None], 0)
         if DELTA:
@@ -297,16 +293,24 @@ def append(ring, slot, h, row, p, x, mask):
 
 @triton.jit
 def load_copy(copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Words [N / CODES, P] of the read copy, scales of their blocks in the form that T tokens take, those of columns."""
+    """Words [N / CODES, P] of the read copy, scales of their blocks and of columns, in the forms that T tokens take.
+
+    One token takes words in tiles, whose sums need few registers, and a scale per block; several take one per word.
+    """
     rows: tl.constexpr = N // CODES
-    r = tl.arange(0, rows)
+    R: tl.constexpr = max(rows, 16) if T > 1 else (BLOCKS if BLOCKS > 1 else rows)
     mask = (p < P)[None, :]
+    if R > rows:
+        mask &= (tl.arange(0, R) < rows)[:, None]
     # padding counts as 0, and what an empty copy holds is dropped later
-    words = tl.load(copy_at(copy[0], slot, h, r, p, rows, P), mask=mask, other=0, eviction_policy="evict_first")
+    words = ()
+    for tile in tl.static_range(max(1, rows // R)):
+        at = copy_at(copy[0], slot, h, tile * R + tl.arange(0, R), p, rows, P)
+        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
     column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
     scales = 1.0
     if BLOCKS > 1:
-        of = tl.arange(0, BLOCKS) if T == 1 else r % BLOCKS
+        of = tl.arange(0, R) % BLOCKS
         scales = block_scale(tl.load(copy_at(copy[2], slot, h, of, p, BLOCKS, P), mask=mask, other=0))
     return words, scales, column
 
@@ -318,7 +322,7 @@ def several_tokens(
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
-    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The same for T tokens at once, as products of small matrices with TP rows.
 
@@ -343,7 +347,7 @@ def several_tokens(
             k_at = key[0] + b * key[1] + t_row[:, None] * key[2] + g * N
             probe_at = tl.where(corrects[:, None], k_at, probe_at)
     if CODES > 0 and MODE == STEP_ROWS:
-        out = word_dot(S, scales, column, probe_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR)
+        out = word_dot(S[0], scales, column, probe_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE)
     else:
         out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
     if not CHANNEL:

@@ -277,10 +277,9 @@ class StatePool:
     # ---- writing
 
     def store(self, layer: int, slots: Tensor, state: Tensor, active: Tensor, tokens: Tensor) -> None:
-        """Round a layer's `state` into its checkpoint, and the same exact state into its read copy.
+        """Round a layer's `state` into its checkpoint, and what the checkpoint then holds into its read copy.
 
-        Elements clamped to the range of either format are counted per slot. What the checkpoint cannot hold is clamped
-        for the read copy as well, whose range may be wider: outputs must not see what the recurrence has lost.
+        Elements clamped to the range of either format are counted per slot.
 
         Args:
             layer: index into `layers`.
@@ -300,9 +299,10 @@ class StatePool:
             if form is None:
                 continue
             self.cursor.saturated.index_add_(0, at, torch.where(active, form.saturated(state), 0))
-            for suffix, part in form.encode(state, random).items():
+            parts = form.encode(state, random)
+            for suffix, part in parts.items():
                 put_rows(target.tensors[f"{kind}{suffix}"], (slots,), part, active)
-            state = state.clamp(-form.limit, form.limit)
+            state = form.decode(parts, state.dtype)
 
     # ---- accounting
 
