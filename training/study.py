@@ -50,7 +50,7 @@ LONG_PRECISIONS = ("fp32", SHARED, READS, "fp8+nvfp4")
 HALF_LIVES = (32.0, 8192.0)
 RECALL_ROWS = 4096  # drawn for training; a run of a hundred seconds sees each of them a few times
 
-LAYERS = 6
+LAYERS = 4
 _LINEAR = ["linear_attention"] * LAYERS
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {

@@ -200,7 +200,7 @@ def test_names_of_precisions() -> None:
     config = Precision("fp8-stochastic+nvfp4").config(48)
     assert (config.checkpoint_format, config.read_format, config.rounding) == ("fp8", "nvfp4", "stochastic")
     assert (config.window, config.verify_len) == (48, 16)
-    assert Precision("nvfp4").config(17).verify_len == 1
+    assert Precision("nvfp4").config(3).verify_len == 3
     for name in ("fp99", "fp32+", "nvfp4+nvfp4", "fp32-stochastic"):
         with pytest.raises(ValueError, match=r"must be one of|too coarse|not rounded"):
             Precision(name).config(16)

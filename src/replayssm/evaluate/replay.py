@@ -1,8 +1,9 @@
 """One recurrent layer over a whole text, window by window, for several precisions at once.
 
 The text is given, so a layer's inputs at all its tokens are known before the layer runs: the layers take turns over the
-text, where decoding takes the tokens in turns over the layers. Each layer decodes as ever: a step of `verify` over as
-many tokens as divide the window, a commit of all of them, and so one flush per window.
+text, where decoding takes the tokens in turns over the layers. Each layer decodes as ever, in steps of `verify` and a
+commit of all tokens. The first token of a window is a step of its own, because there decoding differs: it folds, and
+then reads the checkpoint that it has in hand. The others read the read copy, as many as fit into a step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from replayssm.recurrences.base import Geometry, Recurrence
 from replayssm.state.pool import StatePool
 
 PIECE = 128
-"""Tokens between two looks at the states; on a GPU also those of one CUDA graph, which is replayed for each piece."""
+"""Tokens between two looks at the states, up to whole windows. On a GPU they are one CUDA graph, which is replayed."""
 
 
 def piece_of(config: ReplayConfig) -> int:
-    """`PIECE`, up to a whole number of steps."""
-    return -(-PIECE // config.verify_len) * config.verify_len
+    """`PIECE`, up to a whole number of windows."""
+    return -(-PIECE // config.window) * config.window
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class LayerReplay:
 
     Args:
         recurrence, geometry, params: the layer.
-        configs: how each setting keeps the state; all with the same verify_len.
+        configs: how each setting keeps the state; all with the same window and verify_len, none staggered.
         rows: sequences per setting.
         model_dtype: of the activations.
         device: of the inputs.
@@ -72,7 +73,6 @@ class LayerReplay:
         layer: int,
     ) -> None:
         self.recurrence, self.geometry, self.rows = recurrence, geometry, rows
-        self.tokens = configs[0].verify_len
         self.pools = [
             StatePool.allocate(
                 recurrence,
@@ -143,21 +143,24 @@ class LayerReplay:
 
     def _windows(self, pool: StatePool, rows: Mapping[str, Tensor]) -> Tensor:
         outputs = []
-        length = next(iter(rows.values())).shape[1]
-        for begin in range(0, length, self.tokens):
-            inputs = {name: x[:, begin : begin + self.tokens] for name, x in rows.items()}
-            tokens = min(self.tokens, length - begin)
+        length, window, most = next(iter(rows.values())).shape[1], pool.config.window, pool.config.verify_len
+        begin = 0
+        while begin < length:
+            behind = begin % window  # tokens of this window that the ring has
+            tokens = min(1 if behind == 0 else most, window - behind, length - begin)
+            inputs = {name: x[:, begin : begin + tokens] for name, x in rows.items()}
             step = flow.open_step(pool, self.slots, tokens)
             outputs.append(flow.verify(pool, 0, step, inputs))
             flow.close_step(pool, step)
             flow.commit(pool, self.slots, tokens)
+            begin += tokens
         return torch.cat(outputs, 1)
 
     def _graphed(self, taken: Mapping[str, Tensor], piece: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """`_decode` as a CUDA graph: of the hundreds of small launches of a window, none waits for the host."""
         static = {name: x[:, :piece].clone() for name, x in taken.items()}
         fresh = [[counter.clone() for _, counter in pool.cursor.items()] for pool in self.pools]
-        self._decode({name: x[:, : self.tokens] for name, x in static.items()})  # libraries set themselves up
+        self._decode({name: x[:, :2] for name, x in static.items()})  # libraries set themselves up
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
