@@ -31,8 +31,8 @@ MAX_PREPARED_WEIGHTS = 2048
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
 
-SOLVING_WARPS = COPYING_WARPS = 8
-"""Programs of one warp per multiprocessor that solve windows again, and that round read copies."""
+SOLVING_PROGRAMS, COPYING_PROGRAMS = 8, 4
+"""Programs per multiprocessor that solve windows again, and that round read copies."""
 
 FLUSH_WARPS = 16
 """Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
@@ -72,7 +72,7 @@ class Choice:
     recurrent: bool = False
 
 
-COPYING = Tile(32)
+COPYING = Tile(32, num_warps=2)
 """How the launch that rounds read copies divides the work."""
 
 
@@ -263,8 +263,11 @@ def launch_verify(
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    given["programs"], constants = prepared_programs(layout, rows, tokens), prepare_constants(layout, rows, tokens, overlap)
-    programs = given["programs"] + (SOLVING_WARPS * _processors(y.device) if solves_again(layout) else 0)
+    given["programs"], constants = (
+        prepared_programs(layout, rows, tokens),
+        prepare_constants(layout, rows, tokens, overlap),
+    )
+    programs = given["programs"] + (SOLVING_PROGRAMS * _processors(y.device) if solves_again(layout) else 0)
     run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
@@ -277,7 +280,7 @@ def launch_verify(
         constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=warps, **early)
     if layout.read_format is not None:
-        programs = min(units_of(COPYING), COPYING_WARPS * _processors(y.device))
+        programs = min(units_of(COPYING), COPYING_PROGRAMS * _processors(y.device))
         run(copy_kernel, programs, given, copy_constants(layout, overlap), num_warps=COPYING.num_warps, **early)
 
 

@@ -252,7 +252,9 @@ def one_token(
         k_at = key[0] + b * key[1] + g * N
     if CODES > 0 and MODE == STEP_ROWS:
         probe_live = live | CHANNEL
-        out, answer = word_sums(S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, DELTA)
+        out, answer = word_sums(
+            S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, DELTA
+        )
     else:
         out = tl.sum(S * tl.load(q_at + n, mask=probe_mask, other=0).to(tl.float32)[:, None], 0)
         if DELTA:
@@ -292,7 +294,9 @@ def append(ring, slot, h, row, p, x, mask):
 
 
 @triton.jit
-def load_copy(copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr):
+def load_copy(
+    copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Words [N / CODES, P] of the read copy, scales of their blocks and of columns, in the forms that T tokens take.
 
     One token takes words in tiles, whose sums need few registers, and a scale per block; several take one per word.
