@@ -394,7 +394,7 @@ def test_info_as_json() -> None:
     facts = json.loads(invoke("info", "--json").stdout)
     sizes = {row["name"]: row["bytes"]["qwen3.5-122b-a10b"] for row in facts["precisions"]}
     assert sizes["fp32"]["read"] == 64 * 128 * 128 * 4
-    assert sizes["fp32+nvfp4"]["read"] == sizes["nvfp4"]["read"] == 64 * (64 * 128 + 8 * 128 + 4)
+    assert sizes["fp32+nvfp4"]["read"] == sizes["nvfp4"]["read"] == 64 * (64 * 128 + 8 * 128 + 4 * 128)
     assert sizes["fp32+nvfp4"]["slot"] > sizes["fp32"]["slot"] > sizes["fp8+nvfp4"]["slot"]
     assert "nvfp4+nvfp4" not in sizes
     assert facts["versions"]["replayssm"] == __version__

@@ -219,7 +219,7 @@ def test_study_runs(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for name, count in (("train", 5000), ("heldout", 600)):
         rng.integers(1, 90, count).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
     (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 90}))
-    sizes = {"seconds": 0.2, "batch": 2, "length": 128, "rows": 8, "questions": 2, "tokens": 128, "sequences": 2}
+    sizes = {"seconds": 0.2, "batch": 4, "length": 128, "rows": 8, "questions": 2, "tokens": 128, "sequences": 2}
     arguments = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
     arguments += ["--family", family, "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]
     study.main([*arguments, "--long", "--long-tokens", "192", "--config", json.dumps(TOYS[family])])

@@ -15,7 +15,7 @@ import numpy as np
 
 KEYS, VALUES = 128, 64
 EXTRA_TOKENS = 2 + KEYS + VALUES
-PAIRS, ASKS = 32, 4  # of a row, and questions for each pair
+PAIRS, ASKS = 32, 8  # of a row, and questions for each pair
 CELL = 8  # tokens; an event takes the first three of a cell
 ANSWER_WEIGHT = 10.0  # of an answer in the loss, beside 1 for a token of text
 

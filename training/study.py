@@ -21,6 +21,7 @@ state. Their decays start with half-lives spread from tens to thousands of token
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import time
@@ -49,7 +50,7 @@ LONG_PRECISIONS = ("fp32", SHARED, READS, "fp8+nvfp4")
 HALF_LIVES = (32.0, 8192.0)
 RECALL_ROWS = 4096  # drawn for training; a run of a hundred seconds sees each of them a few times
 
-LAYERS = 6
+LAYERS = 4
 _LINEAR = ["linear_attention"] * LAYERS
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {
@@ -101,12 +102,12 @@ class Weighted(Trainer):
 
 
 def batches(text: int, rows: int, length: int, batch: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless starts ``[batch]``: one half anywhere in ``text`` tokens, one half at recall rows, which lie behind it."""
+    """Endless starts ``[batch]``: a quarter anywhere in ``text`` tokens, the others at recall rows, which lie behind it."""
     rng = np.random.default_rng(seed)
-    half = batch // 2
+    plain = batch // 4
     while True:
-        places = rng.integers(0, text - length - 1, batch - half)
-        yield np.concatenate([places, text + (length + 1) * rng.integers(0, rows, half)])
+        places = rng.integers(0, text - length - 1, plain)
+        yield np.concatenate([places, text + (length + 1) * rng.integers(0, rows, batch - plain)])
 
 
 def train(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -155,7 +156,11 @@ def train(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torc
                 break
     use_fast_scans(model_type, enable=False)
     torch.set_float32_matmul_precision("highest")
-    del trainer
+    del trainer, tokens, weights
+    model.zero_grad(set_to_none=True)
+    if settings.device == "cuda":  # the graph of the training step has held its memory until now
+        gc.collect()
+        torch.cuda.empty_cache()
     record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": step,
@@ -209,18 +214,22 @@ def answer(model: Any, rows: Rows, device: str, at_once: int) -> dict[str, Any]:
 def ratios(evaluation: dict[str, Any]) -> dict[str, Any]:
     """KL of the shared copy over that of each pair, beside what the half-lives predict.
 
-    A rounding error of variance e enters a shared copy at each flush and decays with the state: after many flushes the
-    state has e tau / (2 W) of it besides the newest, tau = half-life / ln 2, where reads alone have e. KL divergence is
-    proportional to the variance.
+    A rounding error of variance e enters a shared copy at each flush and is forgotten with the state: after many flushes
+    the state has e tau / (2 W) of it besides the newest, where reads alone have e. KL divergence is proportional to the
+    variance. tau is a head's memory, which a delta rule's overwriting shortens (benchmarks/accuracy/memory.py).
     """
     kl = {row["precision"]: row["kl"] for row in evaluation["rows"]}
-    lives = np.array([life for layer in evaluation["half_lives"] for life in layer])
-    reached = np.minimum(lives, evaluation["tokens"])
-    quantiles = {f"{q}%": float(np.percentile(lives, q)) for q in (10, 50, 90, 100)}
+    lives, memories = (np.array([x for layer in evaluation[key] for x in layer]) for key in ("half_lives", "memories"))
+    reached = np.minimum(memories, evaluation["tokens"])
+
+    def quantiles(x: np.ndarray) -> dict[str, float]:
+        return {f"{q}%": float(np.percentile(x, q)) for q in (10, 50, 90, 100)}
+
     return {
         "measured": {name: kl[SHARED] / kl[name] for name in kl if "+" in name and kl[name] > 0},
-        "predicted_mean_over_heads": float((1 + reached / math.log(2) / (2 * WINDOW)).mean()),
-        "half_life_quantiles": quantiles,
+        "predicted_mean_over_heads": float((1 + reached / (2 * WINDOW)).mean()),
+        "half_life_quantiles": quantiles(lives),
+        "memory_quantiles": quantiles(memories),
     }
 
 

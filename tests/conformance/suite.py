@@ -90,7 +90,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 def geometry_of(recurrence: Recurrence) -> Geometry:
     """A small layer; key heads are shared where the recurrence allows it."""
-    return Geometry(4, 4 if recurrence.decay == "channel" else 2, 8, 5)
+    return Geometry(4, 4 if recurrence.decay == "channel" else 2, 16, 5)
 
 
 def decodes(recurrence: Recurrence) -> None:

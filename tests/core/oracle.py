@@ -11,7 +11,8 @@ that an implementation may have there, per head, so that a tolerance is computed
 * `drift` bounds what storing the checkpoint in a low-precision format has added. All three rules are contractions,
   |diag(d)| <= 1 and |I - beta k k^T| <= 1 for 0 <= beta <= 2 and |k| <= 1, so an error that enters at a flush is never
   larger later: it decays with d, and each flush adds one rounding of the state.
-* `read` bounds the rounding of the read copy, and what its range cuts off. It reaches outputs and nothing else.
+* `read` bounds the rounding of the read copy, and what its range cuts off; `ring` that of the write vectors, which
+  beside a read copy the ring keeps in the model's precision. Both reach outputs and nothing else.
 
 A checkpoint cannot hold values beyond the range [-L, L] of its format. They become +-L, are counted, and the sequence
 goes on from there: so does the oracle, whose state is clamped at every fold. No bound grows by this, because clamping
@@ -174,10 +175,11 @@ class _Trace:
     gross: list[Array]
     loss: list[Array]  # running sum of log(kept)
     path: list[Array]  # running sum of path
+    ring: list[Array]  # error that rounded write vectors of the ring add to the state as outputs see it
 
     def copy(self, tokens: int) -> _Trace:
         end = tokens + 1
-        return _Trace(self.states[:end], self.gross[:end], self.loss[:end], self.path[:end])
+        return _Trace(self.states[:end], self.gross[:end], self.loss[:end], self.path[:end], self.ring[:end])
 
 
 @dataclass
@@ -188,6 +190,8 @@ class Sequence:
     a low-precision checkpoint is rounded (and clamped), and how many records the ring must hold.
 
     `stochastic` says that the checkpoint may be rounded to either side.
+
+    `ring_step` is the relative rounding of a corrected write vector in the ring.
 
     `tolerance`, `ring_rows` and `tiny` describe the arithmetic that is tested: its relative error, the records that it
     sums up, and its smallest normal number.
@@ -200,6 +204,7 @@ class Sequence:
     ring_rows: int
     tiny: float
     stochastic: bool = False
+    ring_step: float = 0.0
     window: int = 0
     tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
@@ -208,7 +213,7 @@ class Sequence:
     def __post_init__(self) -> None:
         heads = [layer.state_shape[0] for layer in self.layers]
         self.trace = [
-            _Trace([np.zeros(layer.state_shape)], [np.zeros(h)], [np.zeros(h)], [np.zeros(h)])
+            _Trace([np.zeros(layer.state_shape)], *([np.zeros(h)] for _ in range(4)))
             for layer, h in zip(self.layers, heads, strict=True)
         ]
         self.drift = [np.zeros(h) for h in heads]
@@ -271,8 +276,8 @@ class Sequence:
         return self.drift[layer] * self._kept(layer, len(self.tokens) if tokens is None else tokens)
 
     def read_at(self, layer: int) -> Array:
-        """Error that the read copy adds to the state as outputs see it."""
-        return self.read[layer] * self._kept(layer, len(self.tokens))
+        """Error that the read copy and the ring's roundings add to the state as outputs see it."""
+        return self.read[layer] * self._kept(layer, len(self.tokens)) + self.trace[layer].ring[-1]
 
     def _kept(self, layer: int, tokens: int) -> Array:
         loss = self.trace[layer].loss
@@ -283,7 +288,12 @@ class Sequence:
     def extend(self, numbers: list[int]) -> None:
         """Commit tokens: all exact states advance."""
         for layer, trace in enumerate(self.trace):
+            rounded = self.ring_step if self.layers[layer].corrects else 0.0
+            # a write vector is k u^T, |u| at most what the token adds, to which the error of what it read comes
+            seen = self.read_at(layer)
             for step in self.outputs(layer, numbers):
+                seen = step.kept * seen + rounded * (step.added + seen)
+                trace.ring.append(step.kept * trace.ring[-1] + rounded * (step.added + seen))
                 trace.states.append(step.state)
                 trace.gross.append(step.kept * trace.gross[-1] + step.added)
                 trace.path.append(trace.path[-1] + step.path)
@@ -323,6 +333,7 @@ class Sequence:
                 limit = LIMIT[self.read_copy]
                 read = read + _norm(np.maximum(np.abs(held) - limit, 0), (1, 2)) + self._rounding(self.read_copy, size)
             self.drift[number], self.read[number] = drift, read
+            self.trace[number].ring[-1] = np.zeros_like(drift)
         self.folded = tokens
 
     def load(self, numbers: list[int]) -> None:

@@ -180,6 +180,7 @@ class Model:
             self.layout.ring_rows,
             torch.finfo(compute).tiny,
             stochastic=config.rounding == "stochastic",
+            ring_step=0.0 if config.read_format is None else torch.finfo(self.layout.model_dtype).eps / 2,
         )
 
     def inputs(self, layer: int, numbers: Tensor) -> dict[str, Tensor]:

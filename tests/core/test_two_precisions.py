@@ -12,7 +12,7 @@ from replayssm.state.layout import StateLayout
 from replayssm.state.pool import StatePool
 from replayssm.state.snapshot import restore, snapshot
 
-from .machine import MODES
+from .machine import EVERY_PAIR, MODES
 from .setups import RECURRENCES, Model, Setup, bits, geometry_for
 from .test_each_invariant import run
 
@@ -152,3 +152,23 @@ def test_bytes_of_each_combination(checkpoint: str, read_copy: str | None) -> No
 def test_a_geometry_that_a_format_cannot_hold_is_refused_with_the_layout() -> None:
     with pytest.raises(ValueError, match="nvfp4 keeps key rows in blocks of 16, and key_dim 4 is not a multiple"):
         StateLayout(get("gdn"), geometry_for("gdn"), ReplayConfig(read_format="nvfp4"), torch.float32)
+
+
+@pytest.mark.parametrize("pair", EVERY_PAIR)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_no_format_looks_at_values(recurrence: str, pair: str) -> None:
+    """On a device a step must not wait for it: here there are no values at all, only shapes."""
+    ((checkpoint, read_copy),) = EVERY_PAIR[pair]
+    rounding = "nearest" if checkpoint == "fp32" else "stochastic"
+    config = ReplayConfig(4, 2, checkpoint, read_copy, rounding)
+    rule, geometry, device = get(recurrence), geometry_for(recurrence, key_dim=16), torch.device("meta")
+    inputs, params = rule.draw(geometry, (2, 2), torch.Generator().manual_seed(0))
+    pool = StatePool.allocate(
+        rule, geometry, config, slots=2, model_dtype=torch.float32, device=device, params=[params], backend="torch"
+    )
+    slots = torch.arange(2, device=device)
+    step = flow.open_step(pool, slots, 2)
+    y = flow.verify(pool, 0, step, {name: x.to(device) for name, x in inputs.items()})
+    flow.close_step(pool, step)
+    flow.commit(pool, slots, 1)
+    assert y.shape == (2, 2, geometry.heads, geometry.value_dim)

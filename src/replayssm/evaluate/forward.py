@@ -29,12 +29,13 @@ class Replayed:
     Args:
         hidden: what the model's head reads, [settings, rows, T, width].
         state_errors: per recurrent layer [settings, pieces], as in `LayerRun`.
-        half_lives: per recurrent layer [H], as in `LayerRun`.
+        half_lives, memories: per recurrent layer [H], as in `LayerRun`.
     """
 
     hidden: Tensor
     state_errors: list[Tensor] = field(default_factory=list)
     half_lives: list[Tensor] = field(default_factory=list)
+    memories: list[Tensor] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -84,6 +85,7 @@ def _replaying(
                     ).run(inputs, progress)
                     result.state_errors.append(run.state_error)
                     result.half_lives.append(run.half_life)
+                    result.memories.append(run.memory)
                     return core.result(run.outputs, None, *args, **kwargs)
 
                 return advance

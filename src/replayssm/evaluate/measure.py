@@ -60,7 +60,8 @@ class Evaluation:
         window: tokens between two flushes.
         stretch: tokens that one entry of the lists by position stands for.
         state_stretch: the same for state errors.
-        half_lives: per recurrent layer and head, in tokens.
+        half_lives: per recurrent layer and head, in tokens: of the decay alone.
+        memories: the same, tokens after which 1 / e of the state is left, with what a delta rule overwrites.
         rows: one per setting; the first is the reference.
     """
 
@@ -70,6 +71,7 @@ class Evaluation:
     stretch: int
     state_stretch: int
     half_lives: list[list[float]]
+    memories: list[list[float]]
     rows: list[Row]
 
     def as_json(self) -> dict[str, Any]:
@@ -119,8 +121,9 @@ def evaluate(
         )
         for i, (name, config) in enumerate(zip(names, configs, strict=True))
     ]
-    half_lives = [x.tolist() for x in result.half_lives]
-    return Evaluation(tokens, sequences, window, stretch, piece_of(configs[0]) * pieces, half_lives, rows)
+    state_stretch = piece_of(configs[0]) * pieces
+    half_lives, memories = ([x.tolist() for x in each] for each in (result.half_lives, result.memories))
+    return Evaluation(tokens, sequences, window, stretch, state_stretch, half_lives, memories, rows)
 
 
 def _slot_bytes(model: Any, config: ReplayConfig) -> int:

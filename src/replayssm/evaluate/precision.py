@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replayssm.config import ReplayConfig
+from replayssm.config import MAX_VERIFY_LEN, ReplayConfig
 
 STOCHASTIC = "-stochastic"
 REFERENCE = "fp32"
@@ -21,7 +21,7 @@ class Precision:
     name: str
 
     def config(self, window: int) -> ReplayConfig:
-        """The configuration for windows of `window` tokens, each of which is one flush.
+        """The configuration for windows of `window` tokens, each of which ends in a flush.
 
         Raises:
             ValueError: unknown formats, or two that make no sense together.
@@ -30,7 +30,7 @@ class Precision:
         stochastic = checkpoint.endswith(STOCHASTIC)
         return ReplayConfig(
             window=window,
-            verify_len=max(n for n in range(1, 17) if window % n == 0),
+            verify_len=min(window, MAX_VERIFY_LEN),
             checkpoint_format=checkpoint.removesuffix(STOCHASTIC),
             read_format=read_copy if plus else None,
             rounding="stochastic" if stochastic else "nearest",

@@ -1,12 +1,14 @@
 """One recurrent layer over a whole text, window by window, for several precisions at once.
 
 The text is given, so a layer's inputs at all its tokens are known before the layer runs: the layers take turns over the
-text, where decoding takes the tokens in turns over the layers. Each layer decodes as ever: a step of `verify` over as
-many tokens as divide the window, a commit of all of them, and so one flush per window.
+text, where decoding takes the tokens in turns over the layers. Each layer decodes as ever, in steps of `verify` and a
+commit of all tokens. The first token of a window is a step of its own, because there decoding differs: it folds, and
+then reads the checkpoint that it has in hand. The others read the read copy, as many as fit into a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +21,12 @@ from replayssm.recurrences.base import Geometry, Recurrence
 from replayssm.state.pool import StatePool
 
 PIECE = 128
-"""Tokens between two looks at the states; on a GPU also those of one CUDA graph, which is replayed for each piece."""
+"""Tokens between two looks at the states, up to whole windows. On a GPU they are one CUDA graph, which is replayed."""
 
 
 def piece_of(config: ReplayConfig) -> int:
-    """`PIECE`, up to a whole number of steps."""
-    return -(-PIECE // config.verify_len) * config.verify_len
+    """`PIECE`, up to a whole number of windows."""
+    return -(-PIECE // config.window) * config.window
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,14 @@ class LayerRun:
             [settings, pieces], mean over rows.
         half_life: tokens after which a head has forgotten half by its decay alone, [H], from its mean log decay over
             the text; the mean over key channels where they decay by themselves.
+        memory: tokens after which 1 / e of the state is left, [H]. Besides its decay a delta rule overwrites: a token
+            takes the share `rate` of one direction of N, and so rate / N of all of them on average.
     """
 
     outputs: Tensor
     state_error: Tensor
     half_life: Tensor
+    memory: Tensor
 
 
 class LayerReplay:
@@ -49,7 +54,7 @@ class LayerReplay:
 
     Args:
         recurrence, geometry, params: the layer.
-        configs: how each setting keeps the state; all with the same verify_len.
+        configs: how each setting keeps the state; all with the same window and verify_len, none staggered.
         rows: sequences per setting.
         model_dtype: of the activations.
         device: of the inputs.
@@ -68,7 +73,6 @@ class LayerReplay:
         layer: int,
     ) -> None:
         self.recurrence, self.geometry, self.rows = recurrence, geometry, rows
-        self.tokens = configs[0].verify_len
         self.pools = [
             StatePool.allocate(
                 recurrence,
@@ -113,9 +117,12 @@ class LayerReplay:
                 progress(min(piece, length - begin))
         params = self.pools[0].layers[0].params
         record = self.recurrence.record({name: x[: self.rows].to(torch.float32) for name, x in taken.items()}, params)
-        rate = -self.recurrence.decay_channels(record, params).double().mean((0, 1))
-        half_life = (torch.log(torch.tensor(2.0)) / rate.clamp(min=1e-12)).mean(-1)
-        return LayerRun(y, torch.stack(errors, 1), half_life)
+        forgotten = (-self.recurrence.decay_channels(record, params).double().mean((0, 1))).clamp(min=1e-12)
+        half_life = (math.log(2) / forgotten).mean(-1)
+        if self.recurrence.delta_rule:
+            overwritten = self.recurrence.rate(record).double().mean((0, 1)) / self.geometry.key_dim
+            forgotten = forgotten + overwritten.unsqueeze(-1)
+        return LayerRun(y, torch.stack(errors, 1), half_life, (1 / forgotten).mean(-1))
 
     def _decode(self, part: Mapping[str, Tensor]) -> Tensor:
         """Outputs of one piece of the text; settings run on streams of their own where there are any."""
@@ -136,21 +143,24 @@ class LayerReplay:
 
     def _windows(self, pool: StatePool, rows: Mapping[str, Tensor]) -> Tensor:
         outputs = []
-        length = next(iter(rows.values())).shape[1]
-        for begin in range(0, length, self.tokens):
-            inputs = {name: x[:, begin : begin + self.tokens] for name, x in rows.items()}
-            tokens = min(self.tokens, length - begin)
+        length, window, most = next(iter(rows.values())).shape[1], pool.config.window, pool.config.verify_len
+        begin = 0
+        while begin < length:
+            behind = begin % window  # tokens of this window that the ring has
+            tokens = min(1 if behind == 0 else most, window - behind, length - begin)
+            inputs = {name: x[:, begin : begin + tokens] for name, x in rows.items()}
             step = flow.open_step(pool, self.slots, tokens)
             outputs.append(flow.verify(pool, 0, step, inputs))
             flow.close_step(pool, step)
             flow.commit(pool, self.slots, tokens)
+            begin += tokens
         return torch.cat(outputs, 1)
 
     def _graphed(self, taken: Mapping[str, Tensor], piece: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """`_decode` as a CUDA graph: of the hundreds of small launches of a window, none waits for the host."""
         static = {name: x[:, :piece].clone() for name, x in taken.items()}
         fresh = [[counter.clone() for _, counter in pool.cursor.items()] for pool in self.pools]
-        self._decode({name: x[:, : self.tokens] for name, x in static.items()})  # libraries set themselves up
+        self._decode({name: x[:, :2] for name, x in static.items()})  # libraries set themselves up
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
