@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from replayssm.flow import algebra
 from replayssm.flow.backend import kernels_of
 from replayssm.state import cursor as arithmetic
 from replayssm.state.plan import COLUMN, COLUMNS
@@ -28,6 +29,8 @@ class Step:
         is_prompt: True when the step's tokens go straight into the checkpoint.
         window: configured window, the padded number of history rows.
         ring_rows: physical rows of the ring.
+        parents: int64 [B, T], the token of the row that each token follows, -1 for the committed history; None when
+            every token follows the one before it.
     """
 
     plan: Tensor
@@ -35,6 +38,7 @@ class Step:
     is_prompt: bool
     window: int
     ring_rows: int
+    parents: Tensor | None = None
 
     @property
     def slots(self) -> Tensor:
@@ -83,6 +87,13 @@ class Step:
     def token_mask(self) -> Tensor:
         """bool [B, T]: real tokens."""
         return torch.arange(self.width, device=self.tokens.device) < self.tokens.unsqueeze(1)
+
+    @property
+    def descends(self) -> Tensor:
+        """bool [B, T, T], or [1, T, T] for chains: whether a token is another or comes after it on one path."""
+        if self.parents is None:
+            return algebra.chain(self.width, self.plan.device)
+        return algebra.lineage(self.parents)
 
     @property
     def history_mask(self) -> Tensor:
@@ -169,6 +180,7 @@ def open_step(
     window: int | Sequence[int] | Tensor | None = None,
     forced: bool | Sequence[bool] | Tensor = False,
     is_prompt: bool = False,
+    parents: Sequence[Sequence[int]] | Tensor | None = None,
 ) -> Step:
     """Decide who flushes, and where every row reads and writes. Changes nothing.
 
@@ -183,10 +195,13 @@ def open_step(
         forced: flush these rows whatever their length.
         is_prompt: the tokens are a prompt (or a chunk of one): rows are flushed and tokens go to the checkpoint. A row
             without any is treated as padding.
+        parents: for a draft tree, [B, T]: which earlier token of the row each token follows, -1 where that is the
+            committed history. Entries beyond a row's tokens mean nothing. By default each token follows the one before
+            it. A path of the tree is accepted with `commit_path`.
 
     Raises:
         SlotError: a slot is unknown, not in use, broken, or comes twice.
-        ValueError: tokens or windows are out of range.
+        ValueError: tokens, windows or parents are out of range, or the pool's kernels know no trees.
     """
     config = pool.config
     index = batch_of(pool, slots)
@@ -213,7 +228,30 @@ def open_step(
         plan = plan_rows(pool, index, counts, width, config.window if window is None else window, must)
     else:
         plan = kernels.plan_rows(index, counts, width, window, must)
-    return Step(plan, width, is_prompt, config.window, pool.ring_rows)
+    opened = Step(plan, width, is_prompt, config.window, pool.ring_rows)
+    return opened if parents is None else replace(opened, parents=_tree(pool, opened, parents))
+
+
+def _tree(pool: StatePool, step: Step, parents: Sequence[Sequence[int]] | Tensor) -> Tensor:
+    """`parents` as int64 [B, T] on the pool's device, checked; beyond a row's tokens, as in a chain."""
+    if step.is_prompt:
+        raise ValueError("a prompt has no parents: its tokens follow each other; drafts come in a step of their own")
+    if pool.backend != "torch":
+        raise ValueError('the kernels verify chains of drafts only; allocate the pool with backend="torch" for trees')
+    given = torch.as_tensor(parents, device=pool.device)
+    shape = (len(step.plan), step.width)
+    if given.shape != shape or (given.numel() and given.is_floating_point()):  # torch takes no tokens for floating ones
+        raise ValueError(f"parents must be integers {list(shape)}, one per token of each row, got {list(given.shape)}")
+    place = torch.arange(step.width, device=pool.device)
+    given = torch.where(step.token_mask, given.long(), place - 1)
+    wrong = (given < -1) | (given >= place)
+    if host_visible(wrong) and bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"token {token} of row {row} has parent {int(given[row, token])}: a parent is an earlier token of the row, "
+            "or -1 for the committed history"
+        )
+    return torch.minimum(given.clamp(min=-1), place - 1)
 
 
 def plan_rows(
@@ -262,6 +300,7 @@ def close_step(pool: StatePool, done: Step) -> None:
         "length": done.history,
         "position": done.position + added,
         "pending": pending,
+        "tree": pending * 0 if done.parents is None else arithmetic.tree_code(done.parents),
         # the phase given at acquire holds for one flush only; loading a prompt is not that flush
         "window": torch.where(done.due & (not done.is_prompt), pool.config.window, cursor.window[at]),
     }
@@ -302,9 +341,10 @@ def step(
     width: int | None = None,
     window: int | Sequence[int] | Tensor | None = None,
     forced: bool | Sequence[bool] | Tensor = False,
+    parents: Sequence[Sequence[int]] | Tensor | None = None,
 ) -> Iterator[Step]:
     """`open_step` ... `close_step`; when the body raises, the slots are broken until reset or restore."""
-    opened = open_step(pool, slots, tokens, width=width, window=window, forced=forced)
+    opened = open_step(pool, slots, tokens, width=width, window=window, forced=forced, parents=parents)
     with guarded(pool, opened):
         yield opened
     close_step(pool, opened)
