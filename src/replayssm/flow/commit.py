@@ -85,6 +85,9 @@ def _compact(pool: StatePool, slots: Tensor, path: Tensor) -> None:
     moves = (slots != PAD_SLOT).unsqueeze(1) & (path >= 0) & (path != place)
     if host_visible(moves) and not bool(moves.any()):
         return
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        kernels.compact(slots, path)
     behind = (pool.cursor.start + pool.cursor.length)[at].unsqueeze(1)
     position = pool.cursor.position[at].unsqueeze(1)
     kept = path.clamp(min=0)
@@ -92,7 +95,7 @@ def _compact(pool: StatePool, slots: Tensor, path: Tensor) -> None:
     for layer in pool.layers:
         for name, tensor in layer.tensors.items():
             kind = name.split(".")[0]
-            if kind == "ring":
+            if kind == "ring" and kernels is None:
                 source, target = (arithmetic.ring_row(behind, row, pool.ring_rows) for row in (kept, place))
             elif kind == "carry":
                 source, target = (

@@ -57,11 +57,9 @@ def conv_paths(step: Step, joined: Tensor, width: int) -> Tensor:
         joined: [B, width - 1 + T, channels], the inputs before the step's tokens and theirs.
         width: taps of the convolution.
     """
-    if step.parents is None:
-        return joined.unfold(1, width, 1)
-    lag = width - 1
+    lag, parents = width - 1, step.parents
     # the place in `joined` of what each token follows; the window's own rows follow each other
-    follows = torch.where(step.parents < 0, lag - 1, lag + step.parents)
+    follows = torch.where(parents < 0, lag - 1, lag + parents)
     at = lag + torch.arange(step.width, device=joined.device).expand_as(follows)
     places = [at]
     for _ in range(lag):
@@ -92,7 +90,7 @@ def causal_conv(
     if step.width == 0:
         return raw  # torch refuses a convolution without outputs
     joined = torch.cat([window, masked(raw, step.token_mask)], 1)
-    if step.parents is None:
+    if not step.is_tree:
         total = F.conv1d(joined.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
     else:
         # every token's path as a sequence of its own, so that the sum is rounded as a chain's

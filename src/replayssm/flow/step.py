@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class Step:
         is_prompt: True when the step's tokens go straight into the checkpoint.
         window: configured window, the padded number of history rows.
         ring_rows: physical rows of the ring.
-        parents: int64 [B, T], the token of the row that each token follows, -1 for the committed history; None when
-            every token follows the one before it.
+        is_tree: whether some row's tokens may be no chain.
     """
 
     plan: Tensor
@@ -38,7 +37,7 @@ class Step:
     is_prompt: bool
     window: int
     ring_rows: int
-    parents: Tensor | None = None
+    is_tree: bool = False
 
     @property
     def slots(self) -> Tensor:
@@ -80,6 +79,11 @@ class Step:
         """bool [B]: the row's ring is emptied by this step."""
         return self._column("due") != 0
 
+    @property
+    def parents(self) -> Tensor:
+        """int64 [B, T]: the token of the row that each token follows, -1 for the committed history."""
+        return arithmetic.parents_of(self._column("tree"), self.width)
+
     def _column(self, name: str) -> Tensor:
         return self.plan[:, COLUMN[name]]
 
@@ -91,9 +95,7 @@ class Step:
     @property
     def descends(self) -> Tensor:
         """bool [B, T, T], or [1, T, T] for chains: whether a token is another or comes after it on one path."""
-        if self.parents is None:
-            return algebra.chain(self.width, self.plan.device)
-        return algebra.lineage(self.parents)
+        return algebra.lineage(self.parents) if self.is_tree else algebra.chain(self.width, self.plan.device)
 
     @property
     def history_mask(self) -> Tensor:
@@ -201,7 +203,7 @@ def open_step(
 
     Raises:
         SlotError: a slot is unknown, not in use, broken, or comes twice.
-        ValueError: tokens, windows or parents are out of range, or the pool's kernels know no trees.
+        ValueError: tokens, windows or parents are out of range.
     """
     config = pool.config
     index = batch_of(pool, slots)
@@ -223,27 +225,29 @@ def open_step(
         must = torch.as_tensor(forced, device=pool.device).bool() | is_prompt
         if must.shape != (rows,):
             raise ValueError(f"forced must be a bool or {rows} bools, one per row, got {list(must.shape)}")
+    tree = None
+    if parents is not None:
+        if is_prompt:
+            raise ValueError("a prompt has no parents: its tokens follow each other; drafts come in their own step")
+        tree = arithmetic.tree_code(_checked(pool, parents, rows, width, counts))
     kernels = kernels_of(pool)
     if kernels is None:
-        plan = plan_rows(pool, index, counts, width, config.window if window is None else window, must)
+        plan = plan_rows(pool, index, counts, width, config.window if window is None else window, must, tree)
     else:
-        plan = kernels.plan_rows(index, counts, width, window, must)
-    opened = Step(plan, width, is_prompt, config.window, pool.ring_rows)
-    return opened if parents is None else replace(opened, parents=_tree(pool, opened, parents))
+        plan = kernels.plan_rows(index, counts, width, window, must, tree)
+    return Step(plan, width, is_prompt, config.window, pool.ring_rows, is_tree=tree is not None)
 
 
-def _tree(pool: StatePool, step: Step, parents: Sequence[Sequence[int]] | Tensor) -> Tensor:
+def _checked(
+    pool: StatePool, parents: Sequence[Sequence[int]] | Tensor, rows: int, width: int, tokens: int | Tensor
+) -> Tensor:
     """`parents` as int64 [B, T] on the pool's device, checked; beyond a row's tokens, as in a chain."""
-    if step.is_prompt:
-        raise ValueError("a prompt has no parents: its tokens follow each other; drafts come in a step of their own")
-    if pool.backend != "torch":
-        raise ValueError('the kernels verify chains of drafts only; allocate the pool with backend="torch" for trees')
     given = torch.as_tensor(parents, device=pool.device)
-    shape = (len(step.plan), step.width)
+    shape = (rows, width)
     if given.shape != shape or (given.numel() and given.is_floating_point()):  # torch takes no tokens for floating ones
         raise ValueError(f"parents must be integers {list(shape)}, one per token of each row, got {list(given.shape)}")
-    place = torch.arange(step.width, device=pool.device)
-    given = torch.where(step.token_mask, given.long(), place - 1)
+    place = torch.arange(width, device=pool.device)
+    given = torch.where(place < on_device(pool, tokens).reshape(-1, 1), given.long(), place - 1)
     wrong = (given < -1) | (given >= place)
     if host_visible(wrong) and bool(wrong.any()):
         row, token = wrong.nonzero()[0].tolist()
@@ -255,7 +259,13 @@ def _tree(pool: StatePool, step: Step, parents: Sequence[Sequence[int]] | Tensor
 
 
 def plan_rows(
-    pool: StatePool, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor, forced: bool | Tensor
+    pool: StatePool,
+    slots: Tensor,
+    tokens: int | Tensor,
+    width: int,
+    window: int | Tensor,
+    forced: bool | Tensor,
+    tree: Tensor | None = None,
 ) -> Tensor:
     """The plan of a step, int64 [B, columns]; arguments as in `open_step`, checked."""
     live, at, cursor = slots != PAD_SLOT, slots.clamp(min=0), pool.cursor
@@ -278,6 +288,7 @@ def plan_rows(
         "start": new_start,
         "position": position,
         "due": is_due,
+        "tree": torch.zeros_like(slots) if tree is None else torch.where(live, tree, 0),
     }
     return torch.stack([columns[name].long() for name in COLUMNS], 1)
 
@@ -300,7 +311,7 @@ def close_step(pool: StatePool, done: Step) -> None:
         "length": done.history,
         "position": done.position + added,
         "pending": pending,
-        "tree": pending * 0 if done.parents is None else arithmetic.tree_code(done.parents),
+        "tree": done._column("tree"),
         # the phase given at acquire holds for one flush only; loading a prompt is not that flush
         "window": torch.where(done.due & (not done.is_prompt), pool.config.window, cursor.window[at]),
     }

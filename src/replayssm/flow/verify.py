@@ -45,7 +45,7 @@ def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]
     kernels = kernels_of(pool)
     if kernels is not None:
         check_inputs(state.layout, step, inputs)
-        return kernels.verify(layer, step.plan, step.width, inputs, out)
+        return kernels.verify(layer, step.plan, step.width, inputs, out, step.is_tree)
     y = _verify(pool, layer, step, take_inputs(state.layout, step, inputs))
     return y if out is None else out.copy_(y)
 

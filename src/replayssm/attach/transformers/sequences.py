@@ -220,7 +220,7 @@ class Sequences:
                 flow.conv_append(self.pool, ordinal, step, raw[:, at : at + step.width])
                 at += step.width
         joined = torch.cat([window, raw], 1)
-        if first.parents is not None:
+        if first.is_tree:
             return ConvPaths(flow.conv_paths(first, joined, window.shape[1] + 1))
         return joined.transpose(1, 2)
 
