@@ -68,7 +68,7 @@ def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, i
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32") | {"programs": "i32"}
     given = prepare_constants(layout, 256, tokens, capability >= 90, is_tree)
-    return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens), capability)
+    return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens, is_tree), capability)
 
 
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:

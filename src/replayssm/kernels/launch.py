@@ -130,9 +130,13 @@ def prepared_programs(layout: StateLayout, rows: int, tokens: int) -> int:
     return rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
 
 
-def prepared_warps(layout: StateLayout, tokens: int) -> int:
-    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers."""
-    return min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+def prepared_warps(layout: StateLayout, tokens: int, is_tree: bool = False) -> int:
+    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers.
+
+    A tree holds its paths besides, and what its branches begin with.
+    """
+    chains = min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+    return 2 * chains if is_tree else chains
 
 
 @cache
@@ -272,7 +276,8 @@ def launch_verify(
     given["programs"] = prepared_programs(layout, rows, tokens)
     constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
     programs = given["programs"] + (SOLVING_WARPS * _processors(y.device) if solves_again(layout) else 0)
-    run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
+    warps = prepared_warps(layout, tokens, is_tree)
+    run(prepare_kernel, programs, given, constants, num_warps=warps, **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units
