@@ -46,10 +46,10 @@ class Session:
         self.lengths: list[int] = []
         """Certain tokens of each row."""
         self._recurrent = handle.layers[0].index
-        parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+        self._parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
         # 5.24 has renamed the cache, and a model without attention has a name of its own
-        self._cache_name = next(name for name in ("cache", "past_key_values", "cache_params") if name in parameters)
-        self._takes_positions = "position_ids" in parameters
+        names = ("cache", "past_key_values", "cache_params")
+        self._cache_name = next(name for name in names if name in self._parameters)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -62,7 +62,7 @@ class Session:
         ids = self._ids([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
         mask = torch.arange(longest, device=ids.device) >= torch.tensor(padding, device=ids.device).unsqueeze(1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(ids, mask.long() if any(padding) else None, positions)[:, -1]
+        logits = self._forward(ids, mask.long() if any(padding) else None, positions, last_only=True)[:, -1]
         self.lengths = [0] * len(prompts)
         self._keep([range(pad, longest) for pad in padding])
         return logits
@@ -132,16 +132,18 @@ class Session:
 
     def _mask(self, descends: Tensor, lengths: Tensor) -> Tensor:
         """What is added to attention scores [B, 1, T, columns + T]: 0 where a token sees a column, else the least."""
-        certain = torch.arange(int(lengths.max()), device=lengths.device) < lengths
+        certain = torch.arange(max(self.lengths), device=lengths.device) < lengths
         sees = torch.cat([certain.unsqueeze(1).expand(-1, descends.shape[1], -1), descends], 2)
         dtype = self.model.dtype
         hidden = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, torch.finfo(dtype).min)
         return hidden.unsqueeze(1)
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, last_only: bool = False) -> Tensor:
         options: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "attention_mask": mask}
-        if self._takes_positions:
+        if "position_ids" in self._parameters:
             options["position_ids"] = positions
+        if last_only and "logits_to_keep" in self._parameters:
+            options["logits_to_keep"] = 1
         return self.model(ids, **options).logits
 
     def _ids(self, rows: list[list[int]]) -> Tensor:
