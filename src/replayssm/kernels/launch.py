@@ -130,9 +130,13 @@ def prepared_programs(layout: StateLayout, rows: int, tokens: int) -> int:
     return rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
 
 
-def prepared_warps(layout: StateLayout, tokens: int) -> int:
-    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers."""
-    return min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+def prepared_warps(layout: StateLayout, tokens: int, is_tree: bool = False) -> int:
+    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers.
+
+    A tree holds its paths besides, and what its branches begin with.
+    """
+    chains = min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+    return 2 * chains if is_tree else chains
 
 
 @cache
@@ -176,7 +180,9 @@ def clamp_limit(dtype: torch.dtype) -> float:
 
 
 @cache
-def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool) -> dict[str, Any]:
+def prepare_constants(
+    layout: StateLayout, rows: int, tokens: int, overlap: bool, is_tree: bool = False
+) -> dict[str, Any]:
     """Compile-time arguments of `prepare_kernel`, among others."""
     return layer_constants(layout) | {
         "T": tokens,
@@ -184,6 +190,7 @@ def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool
         "BLOCK": weights_block(layout, tokens),
         "HEADS": prepared_heads(layout, rows, tokens),
         "OVERLAP": overlap,
+        "IS_TREE": is_tree,
     }
 
 
@@ -216,6 +223,8 @@ def launch_verify(
     choice: Choice,
     work: Tensor,
     saturated: Tensor,
+    *,
+    is_tree: bool = False,
 ) -> None:
     """Run one layer of a step: a launch that prepares weights and one or two over the states, or one for everything.
 
@@ -227,6 +236,7 @@ def launch_verify(
         choice: tiles of the launches.
         work: from `workspace`.
         saturated: int64 [slots], counts clamped elements of 16-bit checkpoints.
+        is_tree: whether the plan's `tree` says more than that tokens follow each other. No such step is `recurrent`.
 
     Raises:
         ValueError: a tile does not divide the layer, or the choice has no launch for flushes where a read copy needs it.
@@ -263,12 +273,11 @@ def launch_verify(
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    given["programs"], constants = (
-        prepared_programs(layout, rows, tokens),
-        prepare_constants(layout, rows, tokens, overlap),
-    )
+    given["programs"] = prepared_programs(layout, rows, tokens)
+    constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
     programs = given["programs"] + (SOLVING_PROGRAMS * _processors(y.device) if solves_again(layout) else 0)
-    run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
+    warps = prepared_warps(layout, tokens, is_tree)
+    run(prepare_kernel, programs, given, constants, num_warps=warps, **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units
