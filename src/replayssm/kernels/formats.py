@@ -163,7 +163,7 @@ def round_copy(
     amax = tl.zeros([WORDS, p.shape[0]], tl.float32)
     for c in tl.static_range(CODES):
         x = tl.load(at + c * P, mask=mask, other=0).to(tl.float32)
-        tiles = tiles + (x,)
+        tiles = tiles + (x,)  # type: ignore[assignment]
         amax = larger(amax, tl.abs(x))
     amax = tl.reduce(tl.reshape(amax, [inside, BLOCKS, p.shape[0]]), 0, larger)
     whole = tl.reduce(amax, 0, larger)
@@ -182,7 +182,7 @@ def round_copy(
         inverse = tl.div_rn(1.0, block_scale(block) * column[None, :])
         spread = tl.broadcast_to(inverse[None, :, :], [inside, BLOCKS, p.shape[0]])
         inverse = tl.reshape(spread, [WORDS, p.shape[0]])
-    words = CODE(tiles[0] * inverse, NATIVE)
+    words = CODE(tiles[0] * inverse, NATIVE)  # type: ignore[misc]
     for c in tl.static_range(1, CODES):
         words |= CODE(tiles[c] * inverse, NATIVE) << (BITS * c)
     tl.store(copy_at(copy[0], slot, h, r, p, WORDS, P), words, mask=mask)

@@ -95,10 +95,11 @@ def weights_block(layout: StateLayout, tokens: int) -> int:
 
 
 def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Memory between the launches of one verify, fp32: weights, probes and solves of kernels/prepare.py in this order."""
+    """Memory between the launches of one verify, fp32: WORK, in this order."""
     return torch.empty(sum(_work_sizes(layout, rows, tokens)), dtype=torch.float32, device=device)
 
 
+# arguments of kernels/prepare.py
 WORK = ("weights", "probes", "solves")
 
 
@@ -239,7 +240,7 @@ def launch_verify(
         is_tree: whether the plan's `tree` says more than that tokens follow each other. No such step is `recurrent`.
 
     Raises:
-        ValueError: a tile does not divide the layer, or the choice has no launch for flushes where a read copy needs it.
+        ValueError: a tile does not divide the layer, or there is a read copy and no launch of its own for flushes.
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]

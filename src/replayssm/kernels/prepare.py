@@ -16,9 +16,9 @@ The weights of a row's head are a block of floats per token t, in this order (`b
 | T      | delta rules: the same in the correction of token t (drafts before t)                          |
 | 5      | of the state in output t, and in the correction; rate of t; decay of the fold as high + low   |
 
-Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are due,
-beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes errors
-to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it the factors of the errors.
+Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are
+due, beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes
+errors to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it factors of S^T k.
 
 A decay per channel cannot be drawn out of a product with the state: then `probes` [B, H, T, 2, N] holds the query and
 the key of each token with all decays in them, and the weights of the state are not used.

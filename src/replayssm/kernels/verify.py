@@ -304,13 +304,13 @@ def load_copy(
     rows: tl.constexpr = N // CODES
     R: tl.constexpr = max(rows, 16) if T > 1 else (BLOCKS if BLOCKS > 1 else rows)
     mask = (p < P)[None, :]
-    if R > rows:
+    if rows < R:
         mask &= (tl.arange(0, R) < rows)[:, None]
     # padding counts as 0, and what an empty copy holds is dropped later
     words = ()
     for tile in tl.static_range(max(1, rows // R)):
         at = copy_at(copy[0], slot, h, tile * R + tl.arange(0, R), p, rows, P)
-        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
+        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
     column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
     scales = 1.0
     if BLOCKS > 1:
