@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = ROOT / "training"
 MODELS = ROOT / "src" / "replayssm" / "models"
-FOLDERS = ("gdn-tiny", "mamba2-tiny", "kda-tiny")
+FOLDERS = ("gdn-tiny", "mamba2-tiny", "kda-tiny", "gdn-draft")
 BUNDLED = [name for name in FOLDERS if (MODELS / name / "config.json").is_file()]
 MAX_FOLDER_BYTES = 6_000_000
 RECORD_KEYS = {

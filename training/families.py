@@ -1,7 +1,8 @@
 """The one table of model families: architecture, transformers classes, shapes.
 
 Every model is a real hybrid of about 2.8 million parameters, so that its bf16 folder stays under 6 MB. GDN ties its
-embeddings; the other two classes have no tied head, so their feed-forward part is smaller.
+embeddings; the other two classes have no tied head, so their feed-forward part is smaller. The draft model is a tenth
+of that: it guesses what the others will write, for speculative decoding.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from typing import Any
 
 import torch
 
+WRITES = """A small model for examples, tests and demonstrations of ReplaySSM: it writes recognisable sentences in the manner of programming documentation. What it says
+is not reliable and often does not make sense; greedy text soon repeats itself, so sample (temperature 0.8)."""
+
+DRAFTS = """It guesses what gdn-tiny, mamba2-tiny and kda-tiny will write, for speculative decoding: they have the same tokenizer, and
+a forward of it costs a fraction of one of theirs. Text of its own makes little sense."""
+
 FULL_EVERY_4TH = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2
 
 
@@ -19,7 +26,8 @@ FULL_EVERY_4TH = ["linear_attention", "linear_attention", "linear_attention", "f
 class Family:
     """What ``--family NAME`` trains.
 
-    ``model_type`` is the transformers module, ``config`` the keyword arguments of its config class.
+    ``model_type`` is the transformers module, ``config`` the keyword arguments of its config class, ``purpose`` what the
+    card says the model is there for, ``neighbours`` who else ran on the device.
     """
 
     folder: str
@@ -28,6 +36,8 @@ class Family:
     config_class: str
     model_class: str
     config: dict[str, Any] = field(default_factory=dict)
+    purpose: str = WRITES
+    neighbours: str = ", shared with the runs of the other two models"
 
 
 _COMMON: dict[str, Any] = {
@@ -104,6 +114,30 @@ FAMILIES: dict[str, Family] = {
             "linear_num_heads": 3,
         },
     ),
+    "draft": Family(
+        folder="gdn-draft",
+        title="Gated DeltaNet hybrid (Qwen3.5 text architecture), a draft model for the others",
+        model_type="qwen3_5",
+        config_class="Qwen3_5TextConfig",
+        model_class="Qwen3_5ForCausalLM",
+        config=_COMMON
+        | {
+            "hidden_size": 80,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 40,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+        purpose=DRAFTS,
+        neighbours=", one core",
+    ),
 }
 
 
@@ -119,7 +153,7 @@ def build_model(name: str, vocab_size: int, **overrides: Any) -> torch.nn.Module
     config = getattr(configuration, family.config_class)(**(family.config | {"vocab_size": vocab_size} | overrides))
     config._attn_implementation = "sdpa"
     model = getattr(modeling, family.model_class)(config)
-    if name == "gdn":
+    if name in ("gdn", "draft"):
         _initialise_gdn_decay(model)
     return model
 

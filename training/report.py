@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES, Family
+from families import FAMILIES, WRITES, Family
 
 CARD = """---
 license: other
@@ -24,9 +24,8 @@ language: en
 
 # {folder}
 
-{title}, {parameters:,} parameters, bf16, context of 1,024 tokens in training.
-A small model for examples, tests and demonstrations of ReplaySSM: it writes recognisable sentences in the manner of programming documentation. What it says
-is not reliable and often does not make sense; greedy text soon repeats itself, so sample (temperature {temperature}).
+{title}, {parameters:,} parameters, bf16, context of {length:,} tokens in training.
+{purpose}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,7 +48,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 | training tokens (passes over the corpus) | {tokens:,} ({epochs}) |
 | last training loss (nats per token) | {final_loss} |
 | training time, of it set-up and compilation | {wall} s, {setup} s |
-| device | {device}, shared with the runs of the other two models |
+| device | {device}{neighbours} |
 
 `training.json` has the command, versions, data hashes and three samples; `evaluate.py` in the repository's `training`
 folder defines the figures. {prompts} held-out prompts of {prompt_tokens} tokens, {new_tokens} new tokens each, seed 0.
@@ -77,6 +76,9 @@ def card(family: Family, record: dict[str, Any]) -> str:
         folder=family.folder,
         notes="".join(f"\nNote: {note}\n" for note in record.get("notes", [])),
         title=family.title,
+        purpose=family.purpose,
+        neighbours=family.neighbours,
+        length=record["settings"]["length"],
         architecture=record["architecture"],
         parameters=record["parameters"],
         bits_per_byte=figures["bits_per_byte"],
@@ -129,7 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
         folder = options.models / family.folder
         if (folder / "training.json").exists():
             (folder / "README.md").write_text(card(family, json.loads((folder / "training.json").read_text())))
-            curves[family.folder] = json.loads((options.results / f"{family.folder}.json").read_text())
+            if family.purpose == WRITES:  # the draft model was trained elsewhere: its seconds are others
+                curves[family.folder] = json.loads((options.results / f"{family.folder}.json").read_text())
     plot(curves, options.results / "loss.svg")
 
 

@@ -118,6 +118,22 @@ def verifies_ragged_batches(recurrence: Recurrence) -> None:
         bench.check_states()
 
 
+def verifies_trees(recurrence: Recurrence) -> None:
+    """Two right tokens of each row with two others between and behind them, and the path of the right ones accepted."""
+    bench = Bench(recurrence, ReplayConfig(window=7, verify_len=4, checkpoint_format="fp64"))
+    for _ in range(15):
+        right, _ = bench.batch([2, 2, 2], [0, 1, 2])
+        wrong = {name: x.roll(1, 0) for name, x in right.items()}
+        inputs = {name: torch.stack([x, wrong[name]], 2).flatten(1, 2) for name, x in right.items()}
+        with flow.step(bench.pool, bench.slots, 4, parents=[[-1, 0, 0, 1]] * 3) as step:
+            y = flow.verify(bench.pool, 0, step, inputs)
+        for row, begin in enumerate(bench.position):
+            close(y[row, [0, 2]], bench.reference(row, begin + 2)[0][begin:])
+        flow.commit_path(bench.pool, bench.slots, [[0, 2]] * 3)
+        bench.position = [position + 2 for position in bench.position]
+    bench.check_states()
+
+
 def prefills_in_chunks(recurrence: Recurrence) -> None:
     """Prompts of different lengths in chunks, with decoding between them."""
     bench = Bench(recurrence, ReplayConfig(window=6, verify_len=2, checkpoint_format="fp64"))
@@ -196,6 +212,7 @@ CHECKS: tuple[Callable[[Recurrence], None], ...] = (
     keeps_fields_as_declared,
     decodes,
     verifies_ragged_batches,
+    verifies_trees,
     prefills_in_chunks,
     solves_again_from_a_read_copy,
     keeps_states_through_a_life,

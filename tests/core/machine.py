@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -111,11 +112,20 @@ class Row:
     window: int = 0  # 0: none asked for
     forced: bool = False
     accept: int | None = None  # None: leave pending
+    tree: tuple[int, ...] | None = None  # None: a chain
+
+    def parents(self, tokens: int) -> list[int]:
+        """Of so many tokens, each one's parent."""
+        if self.tree is None:
+            return oracle.chain(tokens)
+        return [self.tree[t % len(self.tree)] % (t + 1) - 1 for t in range(tokens)]
 
 
 PAD_PICK = 9
 _has_free = precondition(lambda self: len(self.live) < self.setup.slots)
 _has_usable = precondition(lambda self: self.usable())
+# one draw for a whole tree: a list for each row would leave examples too little room for verbs
+_trees = st.one_of(st.none(), st.integers(0, 2**16).map(lambda seed: tuple(Random(seed).choices(range(999), k=16))))
 _picks = st.one_of(st.integers(0, 4), st.integers(0, 4), st.just(PAD_PICK))
 _rows = st.lists(
     st.builds(
@@ -125,6 +135,7 @@ _rows = st.lists(
         window=st.one_of(st.just(0), st.just(0), st.integers(1, 64)),
         forced=st.sampled_from((False, False, False, True)),
         accept=st.one_of(st.none(), st.integers(0, 16), st.just(16)),
+        tree=_trees,
     ),
     min_size=1,
     max_size=5,
@@ -276,7 +287,7 @@ class Machine(RuleBasedStateMachine):
         self.pool, self.setup = pool, replace(self.setup, paged=False)
         live = {slot: self.live[src].copy() for slot, src in enumerate(index)}
         for slot, src in enumerate(index):
-            live[slot].pending = list(self.live[src].pending)
+            live[slot].pending, live[slot].parents = list(self.live[src].pending), list(self.live[src].parents)
         self.live, self.broken = live, set()
         self.poison()
 
@@ -362,12 +373,12 @@ class Machine(RuleBasedStateMachine):
             self.run_commit(chosen)
 
     @_has_usable
-    @rule(turns=st.integers(1, 24), tokens=st.integers(0, 15), rejected=st.integers(0, 2))
-    def decode(self, turns: int, tokens: int, rejected: int) -> None:
+    @rule(turns=st.integers(1, 24), tokens=st.integers(0, 15), rejected=st.integers(0, 2), tree=_trees)
+    def decode(self, turns: int, tokens: int, rejected: int, tree: tuple[int, ...] | None) -> None:
         """Every usable slot decodes for a while, so that windows fill and flush and rings wrap."""
         new = 1 + tokens % self.config.verify_len
         accept = max(0, new - rejected) if turns % 2 else 16
-        rows = [Row(pick, tokens=new, accept=accept) for pick in range(len(self.usable()))]
+        rows = [Row(pick, tokens=new, accept=accept, tree=tree) for pick in range(len(self.usable()))]
         for _ in range(turns):
             self.run_step(rows)
             self.run_commit(rows)
@@ -390,27 +401,33 @@ class Machine(RuleBasedStateMachine):
         }
         folds = {slot for slot in due if self.live[slot].length}
         tokens = grid(numbers)
+        parents = [row.parents(len(new)) for (_, row), new in zip(batch, numbers, strict=True)]
+        wide = [above + [0] * (tokens.shape[1] - len(above)) for above in parents]
+        has_tree = any(row.tree is not None for _, row in batch)
         self.check_ring_fits(slots, numbers)
         active = [slot for slot, new in zip(slots, numbers, strict=True) if new or slot in folds]
         with self.untouched(except_slots=active, cursors=slots, kept={s: s in folds for s in active}):
-            with flow.step(self.pool, slots, [len(n) for n in numbers], window=asked, forced=forced) as step:
+            counts = [len(new) for new in numbers]
+            with flow.step(
+                self.pool, slots, counts, window=asked, forced=forced, parents=wide if has_tree else None
+            ) as step:
                 outputs = []
                 for layer in self.layers:
-                    self.run_conv(layer, step, slots, numbers, tokens)
+                    self.run_conv(layer, step, slots, numbers, tokens, parents)
                     outputs.append(flow.verify(self.pool, layer, step, self.model.inputs(layer, tokens)))
             for slot in slots:
                 if slot == PAD_SLOT:
                     continue
                 sequence = self.live[slot]
-                sequence.pending = []
+                sequence.pending, sequence.parents = [], []
                 if slot in due:
                     sequence.fold()
                     sequence.window = self.config.window
             for layer, y in enumerate(outputs):
-                self.check_outputs(layer, slots, numbers, y, through_read_copy=True)
-        for slot, new in zip(slots, numbers, strict=True):
+                self.check_outputs(layer, slots, numbers, y, through_read_copy=True, parents=parents)
+        for slot, new, above in zip(slots, numbers, parents, strict=True):
             if slot != PAD_SLOT:
-                self.live[slot].pending = new
+                self.live[slot].pending, self.live[slot].parents = new, above
         self.poison()
 
     def run_commit(self, rows: list[Row]) -> None:
@@ -420,13 +437,21 @@ class Machine(RuleBasedStateMachine):
         accepted = [
             (row.accept or 0) % (p + 1) if row.accept != 16 else p for (_, row), p in zip(batch, pending, strict=True)
         ]
-        with self.untouched(cursors=slots):
-            flow.commit(self.pool, slots, accepted)
-        for slot, count in zip(slots, accepted, strict=True):
+        above = [[] if slot == PAD_SLOT else self.live[slot].parents for slot in slots]
+        # of a tree, the path to the last of so many rows
+        paths = [oracle.path(parents, count - 1) for parents, count in zip(above, accepted, strict=True)]
+        if all(path == list(range(count)) for path, count in zip(paths, accepted, strict=True)):
+            with self.untouched(cursors=slots):
+                flow.commit(self.pool, slots, accepted)
+        else:
+            moved = [slot for slot in slots if slot != PAD_SLOT]
+            with self.untouched(except_slots=moved, cursors=slots, kept=dict.fromkeys(moved, False)):
+                flow.commit_path(self.pool, slots, paths)
+        for slot, path in zip(slots, paths, strict=True):
             if slot != PAD_SLOT:
                 sequence = self.live[slot]
-                numbers, sequence.pending = sequence.pending, []
-                sequence.extend(numbers[:count])
+                numbers, sequence.pending, sequence.parents = sequence.pending, [], []
+                sequence.extend([numbers[place] for place in path])
         self.poison()
 
     @rule(rows=_rows)
@@ -532,11 +557,19 @@ class Machine(RuleBasedStateMachine):
         assert (error <= bound).all(), f"layer {layer}: state after {tokens} tokens is off by {error}, allowed {bound}"
 
     def check_outputs(
-        self, layer: int, slots: list[int], numbers: list[list[int]], y: Tensor, through_read_copy: bool
+        self,
+        layer: int,
+        slots: list[int],
+        numbers: list[list[int]],
+        y: Tensor,
+        through_read_copy: bool,
+        parents: list[list[int]] | None = None,
     ) -> None:
         """Outputs of a step: within the bound on real tokens, exactly zero elsewhere."""
         assert y.dtype == self.pool.layers[layer].layout.compute_dtype
-        for slot, new, got in zip(slots, numbers, y, strict=True):
+        if parents is None:
+            parents = [oracle.chain(len(new)) for new in numbers]
+        for slot, new, above, got in zip(slots, numbers, parents, y, strict=True):
             assert not got[len(new) :].any(), f"layer {layer}, slot {slot}: padding has an output"
             if not new:
                 continue
@@ -548,8 +581,11 @@ class Machine(RuleBasedStateMachine):
             gross, drift, path = sequence.gross(layer), sequence.drift_at(layer), sequence.path(layer)
             if through_read_copy:
                 drift = drift + sequence.read_at(layer)
-            for t, want in enumerate(sequence.outputs(layer, new)):
+            bounds = [(gross, drift, path)]  # of the history; that of token t is entry t + 1
+            for t, want in enumerate(sequence.outputs(layer, new, above)):
+                gross, drift, path = bounds[above[t] + 1]
                 gross, drift, path = want.kept * gross + want.added, want.kept * drift, path + want.path
+                bounds.append((gross, drift, path))
                 error = np.sqrt(np.square(exact(got[t]) - want.y).sum(1))
                 bound = sequence.eps(path) * (gross * want.probe + want.bypass) + drift * want.probe + sequence.floor
                 assert (error <= bound).all(), f"layer {layer}, slot {slot}, token {t}: off by {error}, allowed {bound}"
@@ -561,6 +597,7 @@ class Machine(RuleBasedStateMachine):
         slots: list[int],
         numbers: list[list[int]],
         tokens: Tensor,
+        parents: list[list[int]] | None = None,
         append_only: bool = False,
     ) -> None:
         """The layer's convolution, against the oracle's."""
@@ -576,13 +613,14 @@ class Machine(RuleBasedStateMachine):
         lag = weight.shape[1] - 1
         # sum and activation each round once to the model's dtype; SiLU stretches an error by at most 1.1
         eps = 4 * torch.finfo(out.dtype).eps
-        for slot, new, got in zip(slots, numbers, out, strict=True):
+        for row, (slot, new, got) in enumerate(zip(slots, numbers, out, strict=True)):
             assert not got[len(new) :].any()
             if not new:
                 continue
-            path = self.live[slot].tokens[-lag:] + new
+            above = oracle.chain(len(new)) if parents is None else parents[row]
             for t in range(len(new)):
-                want, gross = oracle.conv(inputs[path[: len(path) - len(new) + t + 1]], weight, bias)
+                path = self.live[slot].tokens[-lag:] + [new[place] for place in oracle.path(above, t)]
+                want, gross = oracle.conv(inputs[path], weight, bias)
                 assert (np.abs(exact(got[t]) - want) <= eps * gross).all(), f"layer {layer}, slot {slot}: convolution"
 
     @contextmanager

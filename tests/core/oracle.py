@@ -137,6 +137,16 @@ def kda(state: Array, token: Token, params: Token) -> Next:
 RULES: dict[str, Callable[[Array, Token, Token], Next]] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 
 
+def chain(tokens: int) -> list[int]:
+    """The parents of tokens that follow each other."""
+    return list(range(-1, tokens - 1))
+
+
+def path(parents: list[int], place: int) -> list[int]:
+    """The places that lead to `place` in a tree, itself the last; none for -1, where the tree begins."""
+    return [] if place < 0 else [*path(parents, parents[place]), place]
+
+
 def conv(raw: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
     """Output of a causal convolution with SiLU at the last of the inputs `raw` [t, channels], and sum of |terms|."""
     width = weight.shape[1]
@@ -186,6 +196,8 @@ class _Trace:
 class Sequence:
     """The tokens committed to one slot, what is pending, and how far the checkpoint has come.
 
+    `parents` says which of the pending tokens each of them follows, -1 where that is the last committed one.
+
     `folded` counts the tokens in the checkpoint. It enters no state that the checkpoint's format can hold: it says when
     a low-precision checkpoint is rounded (and clamped), and how many records the ring must hold.
 
@@ -208,6 +220,7 @@ class Sequence:
     window: int = 0
     tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
     folded: int = 0
 
     def __post_init__(self) -> None:
@@ -227,7 +240,7 @@ class Sequence:
     def copy(self, tokens: int | None = None) -> Sequence:
         """The same sequence without what is pending, cut to its first `tokens`."""
         tokens = len(self.tokens) if tokens is None else tokens
-        other = replace(self, tokens=self.tokens[:tokens], pending=[])
+        other = replace(self, tokens=self.tokens[:tokens], pending=[], parents=[])
         other.trace = [trace.copy(tokens) for trace in self.trace]
         other.drift, other.read, other.clamped = list(self.drift), list(self.read), self.clamped
         return other
@@ -238,12 +251,12 @@ class Sequence:
         """[H, N, P] after the first `tokens` committed tokens."""
         return self.trace[layer].states[len(self.tokens) if tokens is None else tokens]
 
-    def outputs(self, layer: int, numbers: list[int]) -> list[Next]:
-        """Outputs of tokens that would follow the committed ones."""
-        spec, state, found = self.layers[layer], self.state(layer), []
-        for number in numbers:
+    def outputs(self, layer: int, numbers: list[int], parents: list[int] | None = None) -> list[Next]:
+        """Outputs of tokens that would follow the committed ones, and each other as `parents` says or in a chain."""
+        spec, found = self.layers[layer], []
+        for number, parent in zip(numbers, chain(len(numbers)) if parents is None else parents, strict=True):
+            state = self.state(layer) if parent < 0 else found[parent].state
             found.append(spec.rule(state, spec.token(number), spec.params))
-            state = found[-1].state
         return found
 
     # ---- bounds, each [H]

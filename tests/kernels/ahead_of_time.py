@@ -74,6 +74,10 @@ def main(capability: int, most: int) -> None:
     for name, geometry in GEOMETRIES.items():
         layout = layout_of(name, geometry, 1)
         found[f"{name} fold"] = asdict(ahead.compile_materialize(layout, in_place=True, capability=capability))
+        if capability == 90:
+            trees = layout_of(name, geometry, 8)
+            found[f"{name} tree"] = asdict(ahead.compile_prepare(trees, 8, is_tree=True))
+            found[f"{name} compact"] = asdict(ahead.compile_compact(trees, 8))
     for name, resources in ahead.compile_cursor_kernels(capability).items():
         found[name] = asdict(resources)
     print(json.dumps(found))

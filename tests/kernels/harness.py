@@ -40,6 +40,7 @@ class Case:
     paged: bool = False
     rows: tuple[int, ...] = (PAD_SLOT, 3, 0, PAD_SLOT)
     steps: int = 4
+    trees: bool = False
 
     @property
     def layout(self) -> StateLayout:
@@ -68,7 +69,7 @@ class Case:
         shown += [self.read_format] if self.read_format else []
         how = "recurrent" if self.choice.recurrent else "split" if self.choice.flush else "fused"
         shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", how]
-        return "-".join([*shown, *(["paged"] if self.paged else [])])
+        return "-".join([*shown, *(["paged"] if self.paged else []), *(["trees"] if self.trees else [])])
 
 
 def poison(tensor: Tensor) -> None:
@@ -136,9 +137,16 @@ class Twins:
         return inputs, params
 
     def step(
-        self, tokens: Sequence[int], accepted: Sequence[int], forced: Sequence[bool] | bool = False
+        self,
+        tokens: Sequence[int],
+        accepted: Sequence[int],
+        forced: Sequence[bool] | bool = False,
+        parents: list[list[int]] | None = None,
     ) -> dict[str, Tensor]:
-        """One step of both, with everything unread poisoned and everything compared. Returns both outputs."""
+        """One step of both, with everything unread poisoned and everything compared. Returns both outputs.
+
+        Of a tree, `accepted` is how far down the row's own tokens the last token of the path stands, 0 for none.
+        """
         case, width = self.case, self.case.verify_len
         inputs, _ = self._draw(width)
         count = torch.tensor([0 if s == PAD_SLOT else t for s, t in zip(case.rows, tokens, strict=True)])
@@ -149,10 +157,17 @@ class Twins:
         kept = [0 if slot == PAD_SLOT else a for slot, a in zip(case.rows, accepted, strict=True)]
         for name, pool in self.pools.items():
             out = torch.full((len(case.rows), width, *self._heads), torch.nan, device=self.device)
-            with tiles(case.choice), flow.step(pool, case.rows, tokens, width=width, forced=forced) as step:
+            with (
+                tiles(case.choice),
+                flow.step(pool, case.rows, tokens, width=width, forced=forced, parents=parents) as step,
+            ):
                 outputs[name] = flow.verify(pool, 0, step, inputs, out)
             plans[name] = step.plan
-            flow.commit(pool, case.rows, kept)
+            if parents is None:
+                flow.commit(pool, case.rows, kept)
+            else:
+                paths = [path_to(count - 1, above) for count, above in zip(kept, parents, strict=True)]
+                flow.commit_path(pool, case.rows, paths)
         assert torch.equal(plans["triton"], plans["torch"])
         self.compare_cursors()
         found = error(outputs["triton"], outputs["torch"])
@@ -198,6 +213,11 @@ class Twins:
         return geometry.heads, geometry.value_dim
 
 
+def path_to(place: int, parents: Sequence[int]) -> list[int]:
+    """The places that lead to `place` in a tree, none for -1."""
+    return [] if place < 0 else [*path_to(parents[place], parents), place]
+
+
 def run(case: Case, seed: int = 0) -> None:
     """Some steps with ragged tokens, rejections, a forced flush and one between steps."""
     twins = Twins(case, seed=seed)
@@ -209,7 +229,10 @@ def run(case: Case, seed: int = 0) -> None:
         accepted = [int(torch.randint(0 if T > 1 else t, t + 1, (), generator=generator)) for t in tokens]
         accepted = [max(1, a) if t and number < 3 else a for a, t in zip(accepted, tokens, strict=True)]
         forced = [number == 2 and row == 2 for row in range(rows)]
-        twins.step(tokens, accepted, forced)
+        parents = None
+        if case.trees:
+            parents = [[int(torch.randint(-1, t, (), generator=generator)) for t in range(T)] for _ in range(rows)]
+        twins.step(tokens, accepted, forced, parents)
     twins.compare_records()
     twins.compare_states()
     lengths = [int(twins.pools["torch"].cursor.length[slot]) for slot in case.rows if slot != PAD_SLOT]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ def cases() -> list[Case]:
             replace(plain, checkpoint_format="fp16", window=2, model_dtype="fp16"),
             replace(plain, checkpoint_format="bf16", window=2, choice=SPLIT, paged=True),
             replace(plain, geometry=Geometry(1, 1, 96, 80), rows=(0, 3), window=2, steps=3),
+            replace(plain, verify_len=5, trees=True),
+            replace(plain, verify_len=6, window=9, trees=True, geometry=GROUP, choice=SPLIT, paged=True, steps=3),
+            replace(plain, verify_len=16, window=16, trees=True, model_dtype="fp32", steps=3),
         ]
     return found
 
@@ -68,6 +72,27 @@ def copies() -> list[Case]:
 @pytest.mark.parametrize("case", [*cases(), *copies()], ids=str)
 def test_kernels_agree_with_torch(case: Case) -> None:
     run(case)
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_what_suits_chains_only_is_not_used_for_trees(name: str) -> None:
+    """The form that goes from token to token, and the window of 1 that belongs to it."""
+    twins = Twins(Case(name, verify_len=3, choice=ONE_BY_ONE, rows=(3, 0)))
+    with patch("replayssm.kernels.ops.window_in_force", lambda *_: 1):
+        for _ in range(3):
+            twins.step([3, 3], [3, 2], parents=[[-1, 0, 0], [-1, -1, 0]])
+    assert int(twins.pools["triton"].cursor.length[3]) > 1
+    twins.compare_states()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a chain's code is the same there")
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_chain_said_as_a_tree_changes_no_bit(name: str) -> None:
+    chains = Twins(Case(name, verify_len=4, rows=(3, 0)), seed=2)
+    trees = Twins(Case(name, verify_len=4, rows=(3, 0)), seed=2)
+    for _ in range(3):
+        ours = trees.step([4, 2], [3, 2], parents=[[-1, 0, 1, 2]] * 2)["triton"]
+        assert torch.equal(ours, chains.step([4, 2], [3, 2])["triton"])
 
 
 def test_only_padded_rows() -> None:

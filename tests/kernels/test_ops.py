@@ -32,16 +32,17 @@ def arguments(twins: Twins) -> dict[str, tuple[object, ...]]:
     tensors, params = kernels._layer(0)
     inputs = list(twins._draw(1)[0].values())
     tokens = torch.tensor([1, 0], device=DEVICE)
-    plan = kernels.plan_rows(slots, 1, 1, 5, False)
+    plan = kernels.plan_rows(slots, 1, 1, 5, False, None)
     y = torch.zeros(2, 1, *twins._heads, device=DEVICE)
     work = workspace(twins.layout, 2, 1, DEVICE).zero_()
     states = torch.zeros(2, *twins.layout.geometry.state_shape, device=DEVICE)
     counters = kernels._counters
     return {
-        "plan_op": (slots, tokens, 0, 1, None, 5, None, True, counters, pool.ring_rows, [number]),
+        "plan_op": (slots, tokens, 0, 1, None, 5, None, True, tokens * 0, counters, pool.ring_rows, [number]),
         "settle_op": (plan, counters, pool.counts, 5, DECODE.value),
         "commit_op": (slots, None, 1, counters),
-        "verify_op": (plan, tensors, params, inputs, y, work, cursor.saturated, number),
+        "compact_op": (slots, torch.tensor([[1], [-1]], device=DEVICE), counters, tensors, number),
+        "verify_op": (plan, tensors, params, inputs, y, work, cursor.saturated, number, False),
         "fold_op": (plan, tensors, params, cursor.saturated, number),
         "read_op": (plan, tensors, params, states, number),
         "materialize_op": (plan, tensors, params, torch.tensor([1, 2], device=DEVICE), cursor.saturated, number),
@@ -49,10 +50,36 @@ def arguments(twins: Twins) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["plan_op", "settle_op", "commit_op", "verify_op", "fold_op", "read_op", "materialize_op"]
+    "name", ["plan_op", "settle_op", "commit_op", "compact_op", "verify_op", "fold_op", "read_op", "materialize_op"]
 )
 def test_operators_are_what_they_declare(name: str, twins: Twins) -> None:
     torch.library.opcheck(getattr(ops, name), arguments(twins)[name], test_utils=CHECKS)
+
+
+def test_a_compiled_step_of_a_tree_equals_an_eager_one() -> None:
+    """The same with parents and a path, which are tensors then: one graph, and nothing waits for their values."""
+    eager, compiled = (Twins(Case("kda", rows=(3, -1, 0), verify_len=4)) for _ in range(2))
+    slots = torch.tensor([3, -1, 0], device=DEVICE)
+
+    def whole(twins: Twins, inputs: dict[str, torch.Tensor], parents: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        pool = twins.pools["triton"]
+        step = flow.open_step(pool, slots, 4, parents=parents)
+        y = flow.verify(pool, 0, step, inputs)
+        flow.close_step(pool, step)
+        flow.commit_path(pool, slots, path)
+        return y
+
+    def compiled_whole(*arguments: object) -> torch.Tensor:
+        return whole(compiled, *arguments)  # type: ignore[arg-type]
+
+    graph = torch.compile(compiled_whole, fullgraph=True, backend="aot_eager")
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, -1, 1, 0]], device=DEVICE)
+    path = torch.tensor([[0, 1, 3], [-1, -1, -1], [1, 2, -1]], device=DEVICE)
+    for _ in range(3):
+        inputs, _ = eager._draw(4)
+        assert torch.equal(graph(inputs, parents, path), whole(eager, inputs, parents, path))
+    for name, tensor in eager.pools["triton"].layers[0].tensors.items():
+        assert torch.equal(bits(tensor), bits(compiled.pools["triton"].layers[0].tensors[name])), name
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -82,6 +82,27 @@ def test_whole_steps(rows: int, kind: str) -> None:
     same_cursors(theirs, ours)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 1500])
+def test_trees_reach_the_cursor(rows: int) -> None:
+    theirs, ours = pools(rows + 3, rows)
+    slots = batch_of(rows + 3, rows, rows)
+    generator = torch.Generator().manual_seed(2)
+    parents = torch.stack([torch.randint(-1, t, (rows,), generator=generator) for t in range(VERIFY_LEN)], 1).to(DEVICE)
+    tokens = torch.randint(0, VERIFY_LEN + 1, (rows,), generator=generator).to(DEVICE)
+    for pool in (theirs, ours):
+        step = flow.open_step(pool, slots, tokens, width=VERIFY_LEN, parents=parents, window=WINDOW)
+        flow.close_step(pool, step)
+        if pool is theirs:
+            plan = step.plan
+    assert torch.equal(step.plan, plan)
+    same_cursors(theirs, ours)
+    assert rows < 5 or bool(ours.cursor.tree.any())
+    for pool in (theirs, ours):  # the next step is of chains again
+        flow.close_step(pool, flow.open_step(pool, slots, 2, window=WINDOW))
+    same_cursors(theirs, ours)
+    assert not bool(ours.cursor.tree.any())
+
+
 def test_flush_between_steps_keeps_pending_rows() -> None:
     theirs, ours = pools(40, 3)
     slots = batch_of(40, 30, 3)
@@ -106,7 +127,7 @@ def test_columns_are_the_same_everywhere() -> None:
     for name in names:
         assert getattr(verify, name.upper()).value == COLUMN[name]
     assert list(COLUMNS)[: len(names)] == names
-    assert [kernels.START.value, kernels.POSITION.value, kernels.DUE.value] == [8, 9, 10]
+    assert [kernels.START.value, kernels.POSITION.value, kernels.DUE.value, kernels.TREE.value] == [8, 9, 10, 11]
 
 
 def same_cursors(theirs: StatePool, ours: StatePool) -> None:

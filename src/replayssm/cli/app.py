@@ -11,8 +11,9 @@ import typer
 from replayssm import __version__
 from replayssm.bench.cli import app as bench
 from replayssm.cli.errors import clear_errors
+from replayssm.cli.speculate import DEFAULT_DRAFT_LEN, Guesser, Speculation
 from replayssm.kernels.tune_cli import tune
-from replayssm.models import DEFAULT
+from replayssm.models import DEFAULT, DRAFT
 
 app = typer.Typer(
     name="replayssm",
@@ -78,6 +79,24 @@ def generate(
         float | None, typer.Option("--top-p", help="Sample among the likeliest tokens that make up this probability.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    speculate: Annotated[
+        Guesser | None,
+        typer.Option(
+            help="Draft tokens and verify several in one step: from the text so far, or with a draft model.",
+            show_default=False,
+        ),
+    ] = None,
+    draft_len: Annotated[
+        int | None,
+        typer.Option(help=f"Most tokens of a draft; {DEFAULT_DRAFT_LEN} by default.", show_default=False),
+    ] = None,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Draft a tree with several branches instead of a chain.")
+    ] = False,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(help=f"Checkpoint folder or bundled model that drafts; {DRAFT} by default.", show_default=False),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode ordinarily as well, and say whether the tokens are the same.")
     ] = False,
@@ -102,6 +121,13 @@ def generate(
             window=window,
             checkpoint_format=checkpoint_format.value,
             sampling=command.Sampling.choose(temperature, top_p, seed),
+            speculation=Speculation.choose(
+                speculate,
+                draft_len,
+                tree,
+                None if draft_model is None else command.find_folder(draft_model, "--draft-model"),
+                window,
+            ),
             compare=compare,
             echo=echo,
             device=command.choose_device(device and device.value),

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from replayssm import ReplayConfig, attach, detach, models, supported_families
 from replayssm.cli.errors import DIFFERS_STATUS, CliError, first_line
+from replayssm.cli.speculate import Drafted, Guesser, Speculation, require_same_tokens
+from replayssm.cli.speculate import run as speculate
 from replayssm.recurrences.binding import bindings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,6 +58,7 @@ class Request:
     window: int
     checkpoint_format: str
     sampling: Sampling | None
+    speculation: Speculation | None
     compare: bool
     echo: bool
     device: str
@@ -64,10 +67,17 @@ class Request:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise CliError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}.")
+        if self.compare and self.sampling is not None and self.speculation is not None:
+            raise CliError(
+                "--compare has nothing to compare: sampling with drafts draws other random numbers; leave out "
+                "--temperature and --top-p, or --speculate."
+            )
         self.config()
 
     def config(self) -> ReplayConfig:
         try:
+            if self.speculation is not None:
+                return self.speculation.config(self.checkpoint_format, self.window)
             return ReplayConfig(window=self.window, checkpoint_format=self.checkpoint_format)
         except ValueError as error:
             raise CliError(f"{first_line(error)}.") from None
@@ -82,6 +92,7 @@ class Request:
 class Decoded:
     tokens: list[int]
     seconds: float
+    drafted: Drafted | None = None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -110,15 +121,15 @@ def _read_file(file: Path) -> str:
         raise CliError(f"The file {file} cannot be read: {error.strerror}.") from None
 
 
-def find_folder(model: str) -> Path:
-    """The checkpoint folder that --model names."""
+def find_folder(model: str, option: str = "--model") -> Path:
+    """The checkpoint folder that an option names."""
     if model in models.names():
         return models.path(model)
     folder = Path(model)
     bundled = ", ".join(models.names()) or "none"
     if not folder.exists():
         raise CliError(
-            f"There is no checkpoint folder {model}; --model takes a local folder or a bundled model ({bundled})."
+            f"There is no checkpoint folder {model}; {option} takes a local folder or a bundled model ({bundled})."
         )
     if not (folder / "config.json").is_file():
         raise CliError(f"{model} is not a checkpoint folder: it has no config.json; save one with save_pretrained.")
@@ -140,11 +151,18 @@ def run(request: Request) -> int:
         inputs = tokenizer(request.prompt, return_tensors="pt").to(request.device)
         _check_tokens(inputs["input_ids"], model)
         handle = _attach(model, request.config())
+        proposer, draft_handle = _proposer(request, tokenizer)
     if request.echo:
         sys.stdout.write(request.prompt)
     with out_of_memory_is_an_error():
-        replayed = decode(model, inputs, request, _streamer(tokenizer))
+        if request.speculation is None:
+            replayed = decode(model, inputs, request, _streamer(tokenizer))
+        else:
+            replayed = decode_with_drafts(model, inputs, request, proposer, _streamer(tokenizer))
         _note(console, describe(request, replayed, handle.traffic()))
+        if replayed.drafted is not None:
+            draft_traffic = None if draft_handle is None else draft_handle.traffic()
+            _note(console, describe_drafts(replayed.drafted, handle.traffic(), draft_traffic))
         detach(model)
         if not request.compare:
             return 0
@@ -248,6 +266,39 @@ def decode(model: Any, inputs: Any, request: Request, streamer: Any) -> Decoded:
     return Decoded(tokens=tokens, seconds=time.perf_counter() - begin)
 
 
+def _proposer(request: Request, tokenizer: Any) -> tuple[Any, Any]:
+    """Who drafts, and the handle of the draft model if there is one."""
+    speculation = request.speculation
+    if speculation is None:
+        return None, None
+    from replayssm.decode import DraftModel, PromptLookup
+
+    if speculation.guesser is Guesser.ngram:
+        return PromptLookup(branches=speculation.branches), None
+    folder = speculation.draft_folder or models.path(models.DRAFT)
+    draft_tokenizer, draft = load(folder, request.dtype, request.device)
+    require_same_tokens(tokenizer, draft_tokenizer)
+    handle = _attach(draft, request.config())
+    return DraftModel(draft, speculation.branches, _draws(request)), handle
+
+
+def _draws(request: Request) -> Any:
+    """The sampling of the request as the decode loop takes it, None for greedy."""
+    from replayssm.decode import Sampling as Draws
+
+    sampling = request.sampling
+    return None if sampling is None else Draws(sampling.temperature, sampling.top_p, sampling.seed)
+
+
+def decode_with_drafts(model: Any, inputs: Any, request: Request, proposer: Any, streamer: Any) -> Decoded:
+    """Continue the prompt in rounds of drafts."""
+    assert request.speculation is not None
+    prompt = inputs["input_ids"][0].tolist()
+    begin = time.perf_counter()
+    drafted = speculate(model, prompt, request.max_new_tokens, proposer, request.speculation, _draws(request), streamer)
+    return Decoded(tokens=drafted.tokens, seconds=time.perf_counter() - begin, drafted=drafted)
+
+
 def _streamer(tokenizer: Any) -> Any:
     """Writes the new text to standard output as it becomes certain."""
     from transformers import TextStreamer
@@ -268,17 +319,32 @@ def out_of_memory_is_an_error() -> Iterator[None]:
 def describe(request: Request, decoded: Decoded, traffic: Any) -> str:
     """The summary line: speed, and the state's bytes against ordinary decoding."""
     moved = traffic.read_bytes + traffic.written_bytes
-    ordinary = traffic.ordinary_read_bytes + traffic.ordinary_written_bytes
+    ordinary = [traffic.ordinary_read_bytes, traffic.ordinary_written_bytes]
+    if decoded.drafted is not None:  # which decodes the tokens of the text, and no drafts
+        ordinary = [count * (len(decoded.tokens) - 1) // max(1, traffic.tokens) for count in ordinary]
     line = (
         f"{_speed(decoded)} on {request.device}, {request.dtype}, window {request.window}; "
         f"state bytes read {format_bytes(traffic.read_bytes)} and written {format_bytes(traffic.written_bytes)}, "
-        f"ordinary decoding {format_bytes(traffic.ordinary_read_bytes)} and "
-        f"{format_bytes(traffic.ordinary_written_bytes)}"
+        f"ordinary decoding {format_bytes(ordinary[0])} and {format_bytes(ordinary[1])}"
     )
     if moved:
-        line += f": {ordinary / moved:.2f} times as many"
+        line += f": {sum(ordinary) / moved:.2f} times as many"
     if request.sampling is not None:
         line += f"; seed {request.sampling.seed}"
+    return line
+
+
+def describe_drafts(drafted: Drafted, traffic: Any, draft_traffic: Any) -> str:
+    """The line about the drafts: how many were right, and the steps and bytes that they saved."""
+    steps, after_prompt = drafted.steps, len(drafted.tokens) - 1
+    share = f" ({drafted.accepted / drafted.drafted:.0%})" if drafted.drafted else ""
+    line = f"drafts: {drafted.accepted} of {drafted.drafted} accepted{share}"
+    if steps:
+        line += f", {after_prompt / steps:.2f} tokens per step; {steps} steps, {after_prompt - steps} saved"
+    line += f"; a state saved per draft would have written {format_bytes(traffic.ordinary_written_bytes)}"
+    if draft_traffic is not None:
+        moved = format_bytes(draft_traffic.read_bytes + draft_traffic.written_bytes)
+        line += f"; the draft model moved {moved} of its own states"
     return line
 
 

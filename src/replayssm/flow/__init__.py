@@ -2,11 +2,12 @@
 
 A model step is `open_step` before the first layer, one `verify` per layer, `close_step` after the last; or the context
 manager `step`, which also marks the slots broken when something fails in between. `commit` follows with what was
-accepted. Prompts use `prompt` in place of `step`, with `prefill` or `load` per layer.
+accepted, or `commit_path` where the drafts were a tree. Prompts use `prompt` in place of `step`, with `prefill` or
+`load` per layer.
 """
 
-from replayssm.flow.commit import commit
-from replayssm.flow.conv import causal_conv, conv_append, conv_window
+from replayssm.flow.commit import commit, commit_path
+from replayssm.flow.conv import causal_conv, conv_append, conv_paths, conv_window
 from replayssm.flow.flush import flush
 from replayssm.flow.materialize import materialize, materialize_into
 from replayssm.flow.prefill import load, prefill
@@ -18,7 +19,9 @@ __all__ = [
     "causal_conv",
     "close_step",
     "commit",
+    "commit_path",
     "conv_append",
+    "conv_paths",
     "conv_window",
     "flush",
     "load",

@@ -15,14 +15,39 @@ SMALLEST_LOG = -1e4
 """exp of less is zero in fp64 with room to spare."""
 
 
-def path_sums(log_decay: Tensor) -> Tensor:
-    """Running sums G [B, R, H, C] of log_decay, in fp64.
+def chain(tokens: int, device: torch.device) -> Tensor:
+    """bool [1, T, T]: what each of T tokens in a row descends from, itself included."""
+    return torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()
+
+
+def lineage(parents: Tensor) -> Tensor:
+    """bool [B, T, T]: what each token of a tree descends from, itself included.
+
+    Args:
+        parents: int64 [B, T], an earlier token of the row, or -1 where there is none.
+    """
+    rows, tokens = parents.shape
+    batch = torch.arange(rows, device=parents.device)
+    sees = torch.eye(tokens, dtype=torch.bool, device=parents.device).repeat(rows, 1, 1)
+    for t in range(1, tokens):
+        parent = parents[:, t]
+        sees[:, t] |= sees[batch, parent.clamp(min=0)] & (parent >= 0).unsqueeze(1)
+    return sees
+
+
+def path_sums(log_decay: Tensor, paths: Tensor | None = None) -> Tensor:
+    """Sums G of log_decay [B, R, H, C] along paths, in fp64: running sums, or [B, T, H, C] of those in `paths`.
 
     A strong decay early in the window makes G large; in fp32 a later difference G_t - G_j would carry its absolute
     rounding error (6e-6 at G = -100), which exp turns into a relative one. A decay of zero, whose logarithm is -inf,
     counts as one that exp still takes to zero: the difference of two infinities would be NaN.
+
+    Args:
+        log_decay: [B, R, H, C].
+        paths: bool [B, T, R], the records on the path to each token.
     """
-    return log_decay.double().clamp(min=SMALLEST_LOG).cumsum(1)
+    raised = log_decay.double().clamp(min=SMALLEST_LOG)
+    return raised.cumsum(1) if paths is None else torch.einsum("btr,brhc->bthc", paths.double(), raised)
 
 
 def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor) -> Tensor:
@@ -33,7 +58,7 @@ def decay_between(later: Tensor, earlier: Tensor, reaches: Tensor) -> Tensor:
     Args:
         later: path sums of the tokens [B, T, H, C], fp64.
         earlier: path sums of the records [B, R, H, C], fp64.
-        reaches: bool [T, R], or [B, T, R].
+        reaches: bool [B, T, R].
     """
     exponent = later.unsqueeze(2) - earlier.unsqueeze(1)
     return torch.where(reaches[..., None, None], exponent, -torch.inf).exp()
@@ -74,7 +99,8 @@ def solve(rate: Tensor, error: Tensor, overlap: Tensor) -> Tensor:
     Args:
         rate: [B, T, H].
         error: target minus what checkpoint and history answer, [B, T, H, P].
-        overlap: A [B, T, T, H]; only the strictly lower part is read.
+        overlap: A [B, T, T, H], zero where the second token is no ancestor of the first; only the strictly lower part
+            is read.
     """
     u = torch.zeros_like(error)
     for t in range(error.shape[1]):

@@ -1,7 +1,7 @@
 """The causal convolution's window: a small ring of raw inputs per slot that rewinds with the cursor.
 
 Row = position mod carry rows. A step writes its tokens' inputs behind the committed ones; `commit` moves the position,
-so that rejected inputs are simply overwritten.
+so that rejected inputs are simply overwritten. In a draft tree an output reads the inputs on the path to its token.
 """
 
 from __future__ import annotations
@@ -49,6 +49,26 @@ def conv_append(pool: StatePool, layer: int, step: Step, raw: Tensor) -> None:
     put_rows(state.tensors["carry.conv"], index, raw.flatten(0, 1), active.flatten())
 
 
+def conv_paths(step: Step, joined: Tensor, width: int) -> Tensor:
+    """The inputs that each token's output reads, oldest first: [B, T, channels, width].
+
+    Args:
+        step: from `open_step`.
+        joined: [B, width - 1 + T, channels], the inputs before the step's tokens and theirs.
+        width: taps of the convolution.
+    """
+    lag, parents = width - 1, step.parents
+    # the place in `joined` of what each token follows; the window's own rows follow each other
+    follows = torch.where(parents < 0, lag - 1, lag + parents)
+    at = lag + torch.arange(step.width, device=joined.device).expand_as(follows)
+    places = [at]
+    for _ in range(lag):
+        at = torch.where(at < lag, at - 1, follows.gather(1, (at - lag).clamp(min=0)))
+        places.append(at)
+    batch = torch.arange(len(joined), device=joined.device)[:, None, None]
+    return joined[batch, torch.stack(places[::-1], 2)].transpose(2, 3)
+
+
 def causal_conv(
     pool: StatePool, layer: int, step: Step, raw: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -69,9 +89,14 @@ def causal_conv(
     conv_append(pool, layer, step, raw)
     if step.width == 0:
         return raw  # torch refuses a convolution without outputs
-    joined = torch.cat([window, masked(raw, step.token_mask)], 1).transpose(1, 2)
-    out = F.silu(F.conv1d(joined, weight.unsqueeze(1), bias, groups=weight.shape[0])).transpose(1, 2)
-    return masked(out, step.token_mask)
+    joined = torch.cat([window, masked(raw, step.token_mask)], 1)
+    if not step.is_tree:
+        total = F.conv1d(joined.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
+    else:
+        # every token's path as a sequence of its own, so that the sum is rounded as a chain's
+        paths = conv_paths(step, joined, weight.shape[1]).flatten(0, 1)
+        total = F.conv1d(paths, weight.unsqueeze(1), bias, groups=weight.shape[0]).view_as(raw)
+    return masked(F.silu(total), step.token_mask)
 
 
 def _require_conv(state: LayerState) -> None:

@@ -63,8 +63,7 @@ def folded_state(layer: LayerState, slots: Tensor, rows: Tensor, mask: Tensor, e
     else:
         # the ring's u was corrected against the rounded read copy: solve the window again from the raw inputs
         sums = algebra.path_sums(log_decay)
-        size = key.shape[1]
-        reaches = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
+        reaches = algebra.chain(key.shape[1], key.device)
         overlap = algebra.products(key, key, algebra.decay_between(sums, sums, reaches), geometry)
         answered = algebra.read_state(state.double(), key, sums.exp(), geometry)
         u = algebra.solve(recurrence.rate(record), recurrence.target(record) - answered, overlap)

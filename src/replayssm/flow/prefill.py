@@ -38,7 +38,8 @@ def prefill(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor
     for begin in range(0, step.width, CHUNK):
         chunk = {name: x[:, begin : begin + CHUNK] for name, x in taken.items()}
         record = recurrence.record(chunk, target.params)
-        y, u = window_outputs(target, step, state, None, record, chunk)
+        descends = algebra.chain(min(CHUNK, step.width - begin), state.device)
+        y, u = window_outputs(target, state, None, record, chunk, descends)
         log_decay = recurrence.decay_channels(record, target.params)
         # a masked token must not decay the state of a shorter row
         valid = step.token_mask[:, begin : begin + CHUNK, None, None]

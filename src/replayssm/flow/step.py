@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replayssm.flow import algebra
 from replayssm.flow.backend import kernels_of
 from replayssm.state import cursor as arithmetic
 from replayssm.state.plan import COLUMN, COLUMNS
@@ -28,6 +29,7 @@ class Step:
         is_prompt: True when the step's tokens go straight into the checkpoint.
         window: configured window, the padded number of history rows.
         ring_rows: physical rows of the ring.
+        is_tree: whether some row's tokens may be no chain.
     """
 
     plan: Tensor
@@ -35,6 +37,7 @@ class Step:
     is_prompt: bool
     window: int
     ring_rows: int
+    is_tree: bool = False
 
     @property
     def slots(self) -> Tensor:
@@ -76,6 +79,11 @@ class Step:
         """bool [B]: the row's ring is emptied by this step."""
         return self._column("due") != 0
 
+    @property
+    def parents(self) -> Tensor:
+        """int64 [B, T]: the token of the row that each token follows, -1 for the committed history."""
+        return arithmetic.parents_of(self._column("tree"), self.width)
+
     def _column(self, name: str) -> Tensor:
         return self.plan[:, COLUMN[name]]
 
@@ -83,6 +91,11 @@ class Step:
     def token_mask(self) -> Tensor:
         """bool [B, T]: real tokens."""
         return torch.arange(self.width, device=self.tokens.device) < self.tokens.unsqueeze(1)
+
+    @property
+    def descends(self) -> Tensor:
+        """bool [B, T, T], or [1, T, T] for chains: whether a token is another or comes after it on one path."""
+        return algebra.lineage(self.parents) if self.is_tree else algebra.chain(self.width, self.plan.device)
 
     @property
     def history_mask(self) -> Tensor:
@@ -169,6 +182,7 @@ def open_step(
     window: int | Sequence[int] | Tensor | None = None,
     forced: bool | Sequence[bool] | Tensor = False,
     is_prompt: bool = False,
+    parents: Sequence[Sequence[int]] | Tensor | None = None,
 ) -> Step:
     """Decide who flushes, and where every row reads and writes. Changes nothing.
 
@@ -183,10 +197,13 @@ def open_step(
         forced: flush these rows whatever their length.
         is_prompt: the tokens are a prompt (or a chunk of one): rows are flushed and tokens go to the checkpoint. A row
             without any is treated as padding.
+        parents: for a draft tree, [B, T]: which earlier token of the row each token follows, -1 where that is the
+            committed history. Entries beyond a row's tokens mean nothing. By default each token follows the one before
+            it. A path of the tree is accepted with `commit_path`.
 
     Raises:
         SlotError: a slot is unknown, not in use, broken, or comes twice.
-        ValueError: tokens or windows are out of range.
+        ValueError: tokens, windows or parents are out of range.
     """
     config = pool.config
     index = batch_of(pool, slots)
@@ -208,16 +225,47 @@ def open_step(
         must = torch.as_tensor(forced, device=pool.device).bool() | is_prompt
         if must.shape != (rows,):
             raise ValueError(f"forced must be a bool or {rows} bools, one per row, got {list(must.shape)}")
+    tree = None
+    if parents is not None:
+        if is_prompt:
+            raise ValueError("a prompt has no parents: its tokens follow each other; drafts come in their own step")
+        tree = arithmetic.tree_code(_checked(pool, parents, rows, width, counts))
     kernels = kernels_of(pool)
     if kernels is None:
-        plan = plan_rows(pool, index, counts, width, config.window if window is None else window, must)
+        plan = plan_rows(pool, index, counts, width, config.window if window is None else window, must, tree)
     else:
-        plan = kernels.plan_rows(index, counts, width, window, must)
-    return Step(plan, width, is_prompt, config.window, pool.ring_rows)
+        plan = kernels.plan_rows(index, counts, width, window, must, tree)
+    return Step(plan, width, is_prompt, config.window, pool.ring_rows, is_tree=tree is not None)
+
+
+def _checked(
+    pool: StatePool, parents: Sequence[Sequence[int]] | Tensor, rows: int, width: int, tokens: int | Tensor
+) -> Tensor:
+    """`parents` as int64 [B, T] on the pool's device, checked; beyond a row's tokens, as in a chain."""
+    given = torch.as_tensor(parents, device=pool.device)
+    shape = (rows, width)
+    if given.shape != shape or (given.numel() and given.is_floating_point()):  # torch takes no tokens for floating ones
+        raise ValueError(f"parents must be integers {list(shape)}, one per token of each row, got {list(given.shape)}")
+    place = torch.arange(width, device=pool.device)
+    given = torch.where(place < on_device(pool, tokens).reshape(-1, 1), given.long(), place - 1)
+    wrong = (given < -1) | (given >= place)
+    if host_visible(wrong) and bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"token {token} of row {row} has parent {int(given[row, token])}: a parent is an earlier token of the row, "
+            "or -1 for the committed history"
+        )
+    return torch.minimum(given.clamp(min=-1), place - 1)
 
 
 def plan_rows(
-    pool: StatePool, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor, forced: bool | Tensor
+    pool: StatePool,
+    slots: Tensor,
+    tokens: int | Tensor,
+    width: int,
+    window: int | Tensor,
+    forced: bool | Tensor,
+    tree: Tensor | None = None,
 ) -> Tensor:
     """The plan of a step, int64 [B, columns]; arguments as in `open_step`, checked."""
     live, at, cursor = slots != PAD_SLOT, slots.clamp(min=0), pool.cursor
@@ -240,6 +288,7 @@ def plan_rows(
         "start": new_start,
         "position": position,
         "due": is_due,
+        "tree": torch.zeros_like(slots) if tree is None else torch.where(live, tree, 0),
     }
     return torch.stack([columns[name].long() for name in COLUMNS], 1)
 
@@ -262,6 +311,7 @@ def close_step(pool: StatePool, done: Step) -> None:
         "length": done.history,
         "position": done.position + added,
         "pending": pending,
+        "tree": done._column("tree"),
         # the phase given at acquire holds for one flush only; loading a prompt is not that flush
         "window": torch.where(done.due & (not done.is_prompt), pool.config.window, cursor.window[at]),
     }
@@ -302,9 +352,10 @@ def step(
     width: int | None = None,
     window: int | Sequence[int] | Tensor | None = None,
     forced: bool | Sequence[bool] | Tensor = False,
+    parents: Sequence[Sequence[int]] | Tensor | None = None,
 ) -> Iterator[Step]:
     """`open_step` ... `close_step`; when the body raises, the slots are broken until reset or restore."""
-    opened = open_step(pool, slots, tokens, width=width, window=window, forced=forced)
+    opened = open_step(pool, slots, tokens, width=width, window=window, forced=forced, parents=parents)
     with guarded(pool, opened):
         yield opened
     close_step(pool, opened)

@@ -1,4 +1,7 @@
-"""verify: outputs of T new tokens per row from checkpoint and ring, without storing the state. Decode is T = 1."""
+"""verify: outputs of T new tokens per row from checkpoint and ring, without storing the state. Decode is T = 1.
+
+The tokens of a row form a tree of drafts; a chain is the tree with one branch.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]
     kernels = kernels_of(pool)
     if kernels is not None:
         check_inputs(state.layout, step, inputs)
-        return kernels.verify(layer, step.plan, step.width, inputs, out)
+        return kernels.verify(layer, step.plan, step.width, inputs, out, step.is_tree)
     y = _verify(pool, layer, step, take_inputs(state.layout, step, inputs))
     return y if out is None else out.copy_(y)
 
@@ -69,7 +72,7 @@ def _verify(pool: StatePool, number: int, step: Step, inputs: dict[str, Tensor])
 
     history = take_ring(layer, step.slots, step.history_rows, step.history_mask)
     record = recurrence.record(inputs, layer.params)
-    y, u = window_outputs(layer, step, state, history, record, inputs)
+    y, u = window_outputs(layer, state, history, record, inputs, step.descends)
 
     if recurrence.delta_rule:
         record["u"] = u
@@ -82,27 +85,29 @@ def _verify(pool: StatePool, number: int, step: Step, inputs: dict[str, Tensor])
 
 def window_outputs(
     layer: LayerState,
-    step: Step,
     state: Tensor,
     history: dict[str, Tensor] | None,
     record: dict[str, Tensor],
     inputs: dict[str, Tensor],
+    descends: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(y, u) of T tokens [B, T, H, P] after `state` [B, H, N, P] and, behind it, the committed `history`."""
+    """(y, u) of T tokens [B, T, H, P] after `state` [B, H, N, P] and, behind it, the committed `history`.
+
+    The whole history lies on the path to every token; of the others, `descends` [B, T, T] says which do.
+    """
     recurrence, geometry, params = layer.layout.recurrence, layer.layout.geometry, layer.params
     key, log_decay = recurrence.key(record), recurrence.decay_channels(record, params)
-    width, dtype = key.shape[1], state.dtype
-    past = 0
+    dtype, past = state.dtype, 0
     earlier_u: list[Tensor] = []
-    keys, decays = key, log_decay
+    keys, decays, reaches = key, log_decay, descends.expand(len(key), -1, -1)
     if history is not None:
         keys = torch.cat([recurrence.key(history), key], 1)
         decays = torch.cat([recurrence.decay_channels(history, params), log_decay], 1)
         earlier_u = [history["u"] if recurrence.delta_rule else recurrence.write(history)]
         past = earlier_u[0].shape[1]
-    sums = algebra.path_sums(decays)
-    later = sums[:, past:]
-    reaches = torch.ones(width, past + width, dtype=torch.bool, device=key.device).tril(past)
+        reaches = torch.cat([reaches.new_ones(*reaches.shape[:2], past), reaches], 2)
+    later = algebra.path_sums(decays, reaches)
+    sums = torch.cat([algebra.path_sums(decays[:, :past]), later], 1)
     decay = algebra.decay_between(later, sums, reaches)
     whole = later.to(dtype).exp()
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm.kernels import materialize, plan
+from replayssm.kernels import compact, materialize, plan
 from replayssm.kernels.launch import (
     WORK,
     Choice,
@@ -64,11 +64,11 @@ def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability:
     }
 
 
-def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90) -> Resources:
+def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, is_tree: bool = False) -> Resources:
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32") | {"programs": "i32"}
-    given = prepare_constants(layout, 256, tokens, capability >= 90)
-    return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens), capability)
+    given = prepare_constants(layout, 256, tokens, capability >= 90, is_tree)
+    return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens, is_tree), capability)
 
 
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
@@ -104,18 +104,29 @@ def compile_materialize(layout: StateLayout, *, in_place: bool, capability: int 
     return _compile(materialize.materialize_kernel, signature, given, materialize.NUM_WARPS, capability)
 
 
+def compile_compact(layout: StateLayout, depth: int, capability: int = 90) -> Resources:
+    """Compile `compact_kernel` for a layer and paths of at most `depth` tokens."""
+    specs = {spec.name: _TYPES[spec.dtype] for spec in layout.tensors}
+    fields = tuple((specs[f"ring.{field.name}"], "i64", "i32", "i32") for field in layout.ring_fields)
+    signature: dict[str, Any] = {"slots": ("*i64", "i32"), "path": "*i64", "path_row": "i32", "fields": fields}
+    signature |= {"start": "*i64", "length": "*i64"}
+    given = compact.constants(layout, depth)
+    return _compile(compact.compact_kernel, signature, given, compact.NUM_WARPS, capability, aligned=False)
+
+
 def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
     """Compile the plan, settle and commit kernels, by name."""
     counter, each, value = "*i64", ("*i64", "i32"), ("i32", "i32")
     planned: dict[str, Any] = {"plan": "*i64", "plan_row": "i32", "slots": each, "tokens": each, "windows": value}
-    planned |= {"forced": ("*i1", "i32")} | dict.fromkeys(("start", "length", "position", "window"), counter)
+    planned |= {"forced": ("*i1", "i32"), "trees": each}
+    planned |= dict.fromkeys(("start", "length", "position", "window"), counter)
     planned |= dict.fromkeys(("batch", "width", "ring_rows"), "i32")
     settled: dict[str, Any] = {"plan": "*i64", "plan_row": "i32"}
-    settled |= dict.fromkeys(("start", "length", "position", "pending", "window", "tally"), counter)
+    settled |= dict.fromkeys(("start", "length", "position", "pending", "tree", "window", "tally"), counter)
     settled |= {"batch": "i32", "full_window": "i32"}
     committed: dict[str, Any] = {"slots": each, "accepted": each}
     committed |= dict.fromkeys(("length", "position", "pending"), counter) | {"batch": "i32"}
-    flags = {"TOKENS_EACH": True, "WINDOWS_EACH": False, "FORCED_EACH": True}
+    flags = {"TOKENS_EACH": True, "WINDOWS_EACH": False, "FORCED_EACH": True, "TREES_EACH": True}
     kernels = {
         "plan": (plan.plan_kernel, planned, flags),
         "settle": (plan.settle_kernel, settled, {"KIND": plan.DECODE.value}),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from replayssm.kernels.formats import store_copy
+from replayssm.kernels.formats import round_copy
 from replayssm.kernels.plan import DUE_COUNT, ORDER, SLOT
 
 
@@ -18,7 +18,8 @@ from replayssm.kernels.plan import DUE_COUNT, ORDER, SLOT
 def copy_kernel(
     plan_row, plan, state, state_slot, copy, saturated,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
-    CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, ENCODE: tl.constexpr,
+    CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A fixed grid walks through BLOCK_P columns of every head of the rows that are due.
 
@@ -33,12 +34,10 @@ def copy_kernel(
         gdc_wait()
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     due = tl.load(plan + DUE_COUNT).to(tl.int32)
-    n = tl.arange(0, N)
     for item in range(tl.program_id(0), due * H * tiles, tl.num_programs(0)):
         row = tl.load(plan + item // (H * tiles) * plan_row + ORDER)
         slot = tl.load(plan + row * plan_row + SLOT)
         h = item % (H * tiles) // tiles
         p = item % tiles * BLOCK_P + tl.arange(0, BLOCK_P)
-        at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
-        S = tl.load(at, mask=(p < P)[None, :], other=0).to(tl.float32)
-        store_copy(S, copy, slot, h, p, saturated, N, P, CODES, BITS, BLOCKS, ENCODE)
+        head = state + slot * state_slot + h * (N * P)
+        round_copy(head, copy, slot, h, p, saturated, N, P, CODES, BITS, BLOCKS, CODE, LARGEST_CODE, NATIVE)

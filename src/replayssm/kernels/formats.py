@@ -15,7 +15,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from replayssm.kernels.exact import clamp
 from replayssm.state.formats import FORMATS
 from replayssm.state.formats.base import LARGEST_SCALED, SMALLEST_SCALE
 from replayssm.state.formats.nvfp4 import Nvfp4Format
@@ -37,9 +36,10 @@ class TritonFormat:
         block: key rows with a scale of their own; 0 when only columns have one.
         value: (words, c) -> fp32, code c of every word times 1 / factor.
         factor: see `value`; a power of two.
-        native: the same, of factor 1, with the conversion that GPUs from compute capability 8.9 have; None without.
-        encode: (state [N, P], BLOCKS) -> (codes int32 [N, P], scale of columns [P], codes of block scales
-            [BLOCKS, P], the fp32 state [N, P] that they stand for).
+        code: (x, NATIVE) -> int32, the code nearest to a number that was divided by its scale.
+        largest: what the largest number of a column becomes when it is divided by the column's scale.
+        native: `value` for all codes of a word at once, of factor 1, with the conversions that GPUs from compute
+            capability 8.9 have; `code` then uses them as well. None where there are none.
     """
 
     parts: tuple[str, ...]
@@ -47,7 +47,8 @@ class TritonFormat:
     block: int
     value: Any
     factor: float
-    encode: Any
+    code: Any
+    largest: float
     native: Any = None
 
 
@@ -144,32 +145,59 @@ def word_dot(
 
 
 @triton.jit
-def store_copy(
-    S, copy, slot, h, p, saturated,
+def round_copy(
+    state, copy, slot, h, p, saturated,
     N: tl.constexpr, P: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
-    ENCODE: tl.constexpr,
+    CODE: tl.constexpr, LARGEST_CODE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Write the read copy of columns `p` of a head; what it stands for comes back. S [N, P] is the checkpoint's."""
-    S = clamp(S, saturated + slot, LARGEST, True)
-    codes, column, block, shown = ENCODE(S, BLOCKS)
+    """Write the read copy of columns `p` of a head, whose checkpoint [N, P] `state` points to.
+
+    The key rows that share a bit position in the words are a tile, so that making words moves nothing between lanes.
+    """
     WORDS: tl.constexpr = N // CODES
     inside: tl.constexpr = WORDS // BLOCKS
-    apart = tl.permute(tl.reshape(codes, [BLOCKS, inside, CODES, S.shape[1]]), (1, 0, 2, 3))
-    shift = BITS * tl.arange(0, CODES)
-    words = tl.sum(tl.reshape(apart, [WORDS, CODES, S.shape[1]]) << shift[None, :, None], 1)
-    inside_p = p < P
-    tl.store(copy_at(copy[0], slot, h, tl.arange(0, WORDS), p, WORDS, P), words, mask=inside_p[None, :])
-    tl.store(copy[1][0] + slot * copy[1][1] + h * P + p, column, mask=inside_p)
-    if BLOCKS > 1:
-        tl.store(copy_at(copy[2], slot, h, tl.arange(0, BLOCKS), p, BLOCKS, P), block.to(tl.uint8), mask=inside_p[None, :])
-    return shown
+    r = tl.arange(0, WORDS)
+    mask = (p < P)[None, :]
+    at = state + first_keys(r, N, CODES, BLOCKS)[:, None] * P + p[None, :]
+    tiles = ()
+    amax = tl.zeros([WORDS, p.shape[0]], tl.float32)
+    for c in tl.static_range(CODES):
+        x = tl.load(at + c * P, mask=mask, other=0).to(tl.float32)
+        tiles = tiles + (x,)  # type: ignore[assignment]
+        amax = larger(amax, tl.abs(x))
+    amax = tl.reduce(tl.reshape(amax, [inside, BLOCKS, p.shape[0]]), 0, larger)
+    whole = tl.reduce(amax, 0, larger)
+    if tl.max(whole, 0) > LARGEST:  # almost never, so that nothing else has to count
+        over = tl.zeros([WORDS, p.shape[0]], tl.int64)
+        for c in tl.static_range(CODES):
+            over += (tl.abs(tiles[c]) > LARGEST).to(tl.int64)
+        tl.atomic_add(saturated + slot, tl.sum(tl.sum(over, 1), 0))
+    column = tl.maximum(at_most(whole, LARGEST) * (1 / LARGEST_CODE), SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    if BLOCKS == 1:
+        inverse = tl.div_rn(1.0, column)[None, :]
+    else:
+        wanted = at_most(amax, LARGEST) * tl.div_rn(1.0, 6 * column)[None, :]
+        block = e4m3_code(tl.where(amax == 0, 1.0, tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)))
+        tl.store(copy_at(copy[2], slot, h, tl.arange(0, BLOCKS), p, BLOCKS, P), block.to(tl.uint8), mask=mask)
+        inverse = tl.div_rn(1.0, block_scale(block) * column[None, :])
+        spread = tl.broadcast_to(inverse[None, :, :], [inside, BLOCKS, p.shape[0]])
+        inverse = tl.reshape(spread, [WORDS, p.shape[0]])
+    words = CODE(tiles[0] * inverse, NATIVE)  # type: ignore[misc]
+    for c in tl.static_range(1, CODES):
+        words |= CODE(tiles[c] * inverse, NATIVE) << (BITS * c)
+    tl.store(copy_at(copy[0], slot, h, r, p, WORDS, P), words, mask=mask)
+    tl.store(copy[1][0] + slot * copy[1][1] + h * P + p, column, mask=p < P)
 
 
 @triton.jit
-def column_scale(amax, S, LARGEST_CODE: tl.constexpr):
-    """Scale [P] of columns with the largest magnitudes `amax`; NaN where one of S [N, P] is."""
-    is_nan = tl.max((S != S).to(tl.int32), 0) > 0
-    return tl.where(is_nan, float("nan"), tl.maximum(amax * (1 / LARGEST_CODE), SMALLEST))
+def larger(a, b):
+    """The larger number, NaN where one of them is: for reductions."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def at_most(x, LIMIT: tl.constexpr):
+    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -211,12 +239,11 @@ def fp8_native(words):
 
 
 @triton.jit
-def fp8_encode(S, BLOCKS: tl.constexpr):
-    column = column_scale(tl.max(tl.abs(S), 0), S, 448.0)
-    x = S * tl.div_rn(1.0, column)[None, :]
-    codes = e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0))
-    shown = fp8_value(codes, 0) * 1.329227995784916e36 * column[None, :]
-    return codes, column, column, shown
+def fp8_code(x, NATIVE: tl.constexpr):
+    if NATIVE:  # beyond +-448 it is that
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        return e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0))
 
 
 @triton.jit
@@ -226,12 +253,9 @@ def int8_value(words, c: tl.constexpr):
 
 
 @triton.jit
-def int8_encode(S, BLOCKS: tl.constexpr):
-    column = column_scale(tl.max(tl.abs(S), 0), S, 127.0)
-    x = S * tl.div_rn(1.0, column)[None, :]
-    rounded = tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0  # 1.5 * 2^23: to the nearest even integer
-    codes = rounded.to(tl.int32, bitcast=True) & 255
-    return codes, column, column, (rounded - 12582912.0) * column[None, :]
+def int8_code(x, NATIVE: tl.constexpr):
+    # 1.5 * 2^23 is where fp32 numbers are spaced by 1: to the nearest even integer
+    return (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True) & 255
 
 
 @triton.jit
@@ -240,37 +264,19 @@ def nvfp4_value(words, c: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_encode(S, BLOCKS: tl.constexpr):
-    size: tl.constexpr = S.shape[0] // BLOCKS
-    amax = tl.max(tl.reshape(tl.abs(S), [BLOCKS, size, S.shape[1]]), 1)
-    column = column_scale(tl.max(amax, 0), S, 2688.0)
-    wanted = amax * tl.div_rn(1.0, 6 * column)[None, :]
-    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
-    block = e4m3_code(tl.where(amax == 0, 1.0, wanted))
-    scale = block_scale(block)
-    inverse = tl.div_rn(1.0, scale * column[None, :])
-    x = tl.minimum(tl.abs(S) * of_keys(inverse, size), 6.0)
-    bits = x.to(tl.int32, bitcast=True)
+def nvfp4_code(x, NATIVE: tl.constexpr):
+    size = tl.minimum(tl.abs(x), 6.0)
+    bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
-    subnormal = (x + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000  # multiples of 1/2, the spacing at 2^22
-    codes = tl.where(x < 1.0, subnormal, normal) | ((S.to(tl.int32, bitcast=True) >> 28) & 8)
-    values = nvfp4_value(codes, 0) * 8.507059173023462e37 * of_keys(scale, size)  # 2^126
-    return codes, column, block, values * column[None, :]
-
-
-@triton.jit
-def of_keys(scale, SIZE: tl.constexpr):
-    """Scales of blocks [BLOCKS, P] for each of their SIZE key rows: [N, P]."""
-    rows: tl.constexpr = scale.shape[0] * SIZE
-    spread = tl.broadcast_to(scale[:, None, :], [scale.shape[0], SIZE, scale.shape[1]])
-    return tl.reshape(spread, [rows, scale.shape[1]])
+    subnormal = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000  # multiples of 1/2, the spacing at 2^22
+    return tl.where(size < 1.0, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 TRITON_FORMATS = {
-    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_encode, fp8_native),
-    "int8": TritonFormat(("", ".scale"), 8, 0, int8_value, 1.0, int8_encode),
+    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_code, 448.0, fp8_native),
+    "int8": TritonFormat(("", ".scale"), 8, 0, int8_value, 1.0, int8_code, 127.0),
     "nvfp4": TritonFormat(
-        ("", ".column_scale", ".scale"), 4, Nvfp4Format.block, nvfp4_value, 2.0**126, nvfp4_encode
+        ("", ".column_scale", ".scale"), 4, Nvfp4Format.block, nvfp4_value, 2.0**126, nvfp4_code, 6 * 448.0
     ),
 }
 assert TRITON_FORMATS.keys() <= FORMATS.keys()
@@ -290,5 +296,6 @@ def format_constants(name: str | None, key_dim: int, native: bool = False) -> di
         "BLOCKS": key_dim // form.block if form.block else 1,
         "FACTOR": 1.0 if native else form.factor,
         "VALUE": form.native if native else form.value,
-        "ENCODE": form.encode,
+        "CODE": form.code,
+        "LARGEST_CODE": form.largest,
     }

@@ -31,8 +31,8 @@ MAX_PREPARED_WEIGHTS = 2048
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
 
-SOLVING_WARPS = COPYING_WARPS = 8
-"""Programs of one warp per multiprocessor that solve windows again, and that round read copies."""
+SOLVING_PROGRAMS, COPYING_PROGRAMS = 8, 4
+"""Programs per multiprocessor that solve windows again, and that round read copies."""
 
 FLUSH_WARPS = 16
 """Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
@@ -72,7 +72,7 @@ class Choice:
     recurrent: bool = False
 
 
-COPYING = Tile(32)
+COPYING = Tile(32, num_warps=2)
 """How the launch that rounds read copies divides the work."""
 
 
@@ -95,10 +95,11 @@ def weights_block(layout: StateLayout, tokens: int) -> int:
 
 
 def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Memory between the launches of one verify, fp32: weights, probes and solves of kernels/prepare.py in this order."""
+    """Memory between the launches of one verify, fp32: WORK, in this order."""
     return torch.empty(sum(_work_sizes(layout, rows, tokens)), dtype=torch.float32, device=device)
 
 
+# arguments of kernels/prepare.py
 WORK = ("weights", "probes", "solves")
 
 
@@ -130,9 +131,13 @@ def prepared_programs(layout: StateLayout, rows: int, tokens: int) -> int:
     return rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
 
 
-def prepared_warps(layout: StateLayout, tokens: int) -> int:
-    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers."""
-    return min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+def prepared_warps(layout: StateLayout, tokens: int, is_tree: bool = False) -> int:
+    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers.
+
+    A tree holds its paths besides, and what its branches begin with.
+    """
+    chains = min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+    return 2 * chains if is_tree else chains
 
 
 @cache
@@ -176,7 +181,9 @@ def clamp_limit(dtype: torch.dtype) -> float:
 
 
 @cache
-def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool) -> dict[str, Any]:
+def prepare_constants(
+    layout: StateLayout, rows: int, tokens: int, overlap: bool, is_tree: bool = False
+) -> dict[str, Any]:
     """Compile-time arguments of `prepare_kernel`, among others."""
     return layer_constants(layout) | {
         "T": tokens,
@@ -184,6 +191,7 @@ def prepare_constants(layout: StateLayout, rows: int, tokens: int, overlap: bool
         "BLOCK": weights_block(layout, tokens),
         "HEADS": prepared_heads(layout, rows, tokens),
         "OVERLAP": overlap,
+        "IS_TREE": is_tree,
     }
 
 
@@ -216,6 +224,8 @@ def launch_verify(
     choice: Choice,
     work: Tensor,
     saturated: Tensor,
+    *,
+    is_tree: bool = False,
 ) -> None:
     """Run one layer of a step: a launch that prepares weights and one or two over the states, or one for everything.
 
@@ -227,9 +237,10 @@ def launch_verify(
         choice: tiles of the launches.
         work: from `workspace`.
         saturated: int64 [slots], counts clamped elements of 16-bit checkpoints.
+        is_tree: whether the plan's `tree` says more than that tokens follow each other. No such step is `recurrent`.
 
     Raises:
-        ValueError: a tile does not divide the layer, or the choice has no launch for flushes where a read copy needs it.
+        ValueError: a tile does not divide the layer, or there is a read copy and no launch of its own for flushes.
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
@@ -263,9 +274,11 @@ def launch_verify(
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    given["programs"], constants = prepared_programs(layout, rows, tokens), prepare_constants(layout, rows, tokens, overlap)
-    programs = given["programs"] + (SOLVING_WARPS * _processors(y.device) if solves_again(layout) else 0)
-    run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens), **early)
+    given["programs"] = prepared_programs(layout, rows, tokens)
+    constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
+    programs = given["programs"] + (SOLVING_PROGRAMS * _processors(y.device) if solves_again(layout) else 0)
+    warps = prepared_warps(layout, tokens, is_tree)
+    run(prepare_kernel, programs, given, constants, num_warps=warps, **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units
@@ -277,7 +290,7 @@ def launch_verify(
         constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=warps, **early)
     if layout.read_format is not None:
-        programs = min(units_of(COPYING), COPYING_WARPS * _processors(y.device))
+        programs = min(units_of(COPYING), COPYING_PROGRAMS * _processors(y.device))
         run(copy_kernel, programs, given, copy_constants(layout, overlap), num_warps=COPYING.num_warps, **early)
 
 

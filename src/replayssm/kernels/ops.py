@@ -13,8 +13,9 @@ from torch import Tensor
 
 from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
+from replayssm.kernels.compact import launch_compact
 from replayssm.kernels.launch import launch_verify, workspace
-from replayssm.kernels.tuned import choose, explain
+from replayssm.kernels.tuned import choose, explain, heuristic
 from replayssm.state.cursor import Cursor
 from replayssm.state.layout import StateLayout, numbered
 from replayssm.state.plan import COLUMNS
@@ -40,13 +41,15 @@ def plan_op(
     all_window: int,
     forced: Tensor | None,
     all_forced: bool,
+    tree: Tensor | None,
     counters: Sequence[Tensor],
     ring_rows: int,
     layouts: Sequence[int],
 ) -> Tensor:
     """The plan [B, columns] of a step. A None stands for the number after it, the same for every row.
 
-    An `all_window` of 0 stands for what suits layers of these `layouts` at this batch.
+    An `all_window` of 0 stands for what suits layers of these `layouts` at this batch. Without a `tree` the tokens of
+    a row follow each other.
     """
     if window is None and all_window == 0:
         all_window = window_in_force(layouts, len(slots), width)
@@ -58,6 +61,7 @@ def plan_op(
         width,
         all_window if window is None else window,
         all_forced if forced is None else forced,
+        tree,
         Cursor(*counters),
         ring_rows,
     )
@@ -65,7 +69,7 @@ def plan_op(
 
 
 @plan_op.register_fake
-def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, counters, ring_rows, layouts):
+def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, tree, counters, ring_rows, layouts):
     return slots.new_empty(slots.shape[0], len(COLUMNS), dtype=torch.int64)
 
 
@@ -81,6 +85,13 @@ def commit_op(slots: Tensor, accepted: Tensor | None, all_accepted: int, counter
     cursors.launch_commit(slots, all_accepted if accepted is None else accepted, Cursor(*counters))
 
 
+@torch.library.custom_op("replayssm::compact", mutates_args={"memory"})
+def compact_op(slots: Tensor, path: Tensor, counters: Sequence[Tensor], memory: Sequence[Tensor], layout: int) -> None:
+    """Move the pending ring rows of a path to the first pending rows, in one layer."""
+    spec = numbered(layout)
+    launch_compact(slots, path, Cursor(*counters), _layer(spec, memory, ()))
+
+
 @torch.library.custom_op("replayssm::verify", mutates_args={"memory", "y", "work", "saturated"})
 def verify_op(
     plan: Tensor,
@@ -91,6 +102,7 @@ def verify_op(
     work: Tensor,
     saturated: Tensor,
     layout: int,
+    is_tree: bool,
 ) -> None:
     """One layer of a step: outputs into `y` [B, T, H, P], records into the ring, checkpoints of rows that are due.
 
@@ -98,7 +110,10 @@ def verify_op(
     """
     layer = _layer(numbered(layout), memory, params)
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
-    launch_verify(layer, plan, named, y, choose(layer.layout, *y.shape[:2]), work, saturated)
+    choice = choose(layer.layout, *y.shape[:2])
+    if is_tree and choice.recurrent:  # which goes from token to token, along one path
+        choice, _ = heuristic(layer.layout, *y.shape[:2])
+    launch_verify(layer, plan, named, y, choice, work, saturated, is_tree=is_tree)
 
 
 @torch.library.custom_op("replayssm::fold", mutates_args={"memory", "saturated"})
@@ -130,7 +145,7 @@ def _writes_only(*args: object) -> None:
     """What these operators do to tensors whose memory is not there: nothing."""
 
 
-for _op in (settle_op, commit_op, verify_op, fold_op, materialize_op, read_op):
+for _op in (settle_op, commit_op, compact_op, verify_op, fold_op, materialize_op, read_op):
     _op.register_fake(_writes_only)
 
 
@@ -140,7 +155,7 @@ def _layer(layout: StateLayout, memory: Sequence[Tensor], params: Sequence[Tenso
     else:
         tensors = dict(zip(filter(_is_kernels, (spec.name for spec in layout.tensors)), memory, strict=True))
     names = (field.name for field in layout.recurrence.params)
-    return LayerState(layout, dict(zip(names, params, strict=True)), tensors)
+    return LayerState(layout, dict(zip(names, params, strict=bool(params))), tensors)
 
 
 def _is_kernels(name: str) -> bool:
@@ -155,15 +170,24 @@ class Kernels:
         self._pool = pool
 
     def plan_rows(
-        self, slots: Tensor, tokens: int | Tensor, width: int, window: int | Tensor | None, forced: bool | Tensor
+        self,
+        slots: Tensor,
+        tokens: int | Tensor,
+        width: int,
+        window: int | Tensor | None,
+        forced: bool | Tensor,
+        tree: Tensor | None,
     ) -> Tensor:
         """As `flow.step.plan_rows`; a `window` of None is the kernels' choice."""
+        if window is None and tree is not None:
+            window = self._pool.config.window  # a smaller one suits the form that runs token by token
         return plan_op(
             slots,
             *_split(tokens),
             width,
             *_split(0 if window is None else window),
             *((forced, False) if isinstance(forced, Tensor) else (None, forced)),
+            tree,
             self._counters,
             self._pool.ring_rows,
             sorted(set(self._pool.layout_numbers)),
@@ -181,7 +205,14 @@ class Kernels:
         """As `flow.commit`."""
         commit_op(slots, *_split(accepted), self._counters)
 
-    def verify(self, layer: int, plan: Tensor, width: int, inputs: Mapping[str, Tensor], out: Tensor | None) -> Tensor:
+    def compact(self, slots: Tensor, path: Tensor) -> None:
+        """Move the pending ring rows of `path` [B, D] to the first pending rows, in all layers."""
+        for layer, number in enumerate(self._pool.layout_numbers):
+            compact_op(slots, path, self._counters, self._layer(layer)[0], number)
+
+    def verify(
+        self, layer: int, plan: Tensor, width: int, inputs: Mapping[str, Tensor], out: Tensor | None, is_tree: bool
+    ) -> Tensor:
         """As `flow.verify`. Inputs that are not contiguous within a token are copied first."""
         state = self._pool.layers[layer]
         geometry, recurrence = state.layout.geometry, state.layout.recurrence
@@ -194,7 +225,7 @@ class Kernels:
         given = [_dense(inputs[field.name]) for field in recurrence.inputs]
         work = workspace(state.layout, plan.shape[0], width, plan.device)
         saturated, number = self._pool.cursor.saturated, self._pool.layout_numbers[layer]
-        verify_op(plan, *self._layer(layer), given, out, work, saturated, number)
+        verify_op(plan, *self._layer(layer), given, out, work, saturated, number, is_tree)
         return out
 
     def fold_due(self, layer: int, plan: Tensor) -> None:

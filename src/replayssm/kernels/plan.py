@@ -16,7 +16,7 @@ from replayssm.state.plan import COLUMN
 
 SLOT, TOKENS, FOLDED, FOLD_START = (tl.constexpr(COLUMN[n]) for n in ("slot", "tokens", "folded", "fold_start"))
 HISTORY, EMPTY, ORDER, DUE_COUNT = (tl.constexpr(COLUMN[n]) for n in ("history", "empty", "order", "due_count"))
-START, POSITION, DUE = (tl.constexpr(COLUMN[n]) for n in ("start", "position", "due"))
+START, POSITION, DUE, TREE = (tl.constexpr(COLUMN[n]) for n in ("start", "position", "due", "tree"))
 
 # what a step's rows were: a decode step, a prompt, or a flush between steps
 DECODE, PROMPT, FLUSH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -53,8 +53,8 @@ def plan_block(
 
 @triton.jit
 def plan_kernel(
-    plan, plan_row, slots, tokens, windows, forced, start, length, position, window, batch, width, ring_rows,
-    TOKENS_EACH: tl.constexpr, WINDOWS_EACH: tl.constexpr, FORCED_EACH: tl.constexpr,
+    plan, plan_row, slots, tokens, windows, forced, trees, start, length, position, window, batch, width, ring_rows,
+    TOKENS_EACH: tl.constexpr, WINDOWS_EACH: tl.constexpr, FORCED_EACH: tl.constexpr, TREES_EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. B = `batch` rows.
@@ -63,7 +63,7 @@ def plan_kernel(
     |----------|-------|--------|---------|
     | plan | [B, columns] int64 | out | `state.plan.COLUMNS`; rows lie `plan_row` apart |
     | slots | [B] int32 or int64 | in | (pointer, stride); PAD_SLOT on padded rows |
-    | tokens, windows, forced | [B] or a number | in | (pointer, stride) or (number, 0) |
+    | tokens, windows, forced, trees | [B] or a number | in | (pointer, stride) or (number, 0) |
     | start, length, position, window | [slots] int64 | in | the cursor |
     """
     offsets = tl.arange(0, BLOCK).to(tl.int64)
@@ -97,6 +97,7 @@ def plan_kernel(
         tl.store(out + START, (first + folded) % ring_rows, mask=mask)
         tl.store(out + POSITION, at, mask=mask)
         tl.store(out + DUE, due.to(tl.int64), mask=mask)
+        tl.store(out + TREE, tl.where(slot >= 0, row_value(trees, rows, mask, TREES_EACH), 0), mask=mask)
 
         # rows that fold come first: their rank among themselves, and that of the others behind them
         folds = (folded > 0).to(tl.int32)
@@ -108,7 +109,7 @@ def plan_kernel(
 
 @triton.jit
 def settle_kernel(
-    plan, plan_row, start, length, position, pending, window, tally, batch, full_window,
+    plan, plan_row, start, length, position, pending, tree, window, tally, batch, full_window,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the cursor after the step of `plan`, and the step's counts.
@@ -116,7 +117,7 @@ def settle_kernel(
     | argument | shape | in/out | meaning |
     |----------|-------|--------|---------|
     | plan | [B, columns] int64 | in | the step; rows lie `plan_row` apart |
-    | start, length, position, pending, window | [slots] int64 | in/out | the cursor |
+    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor |
     | tally | [5] int64 | in/out | row steps, new records, history records, flushes, folded records |
     """
     offsets = tl.arange(0, BLOCK).to(tl.int64)
@@ -139,6 +140,7 @@ def settle_kernel(
             row_steps += tl.sum(flushed, 0)
         else:
             tokens = tl.load(row + TOKENS, mask=live, other=0)
+            tl.store(tree + slot, tl.load(row + TREE, mask=live, other=0), mask=live)
             if KIND == PROMPT:
                 tl.store(position + slot, tl.load(row + POSITION, mask=live, other=0) + tokens, mask=live)
                 tl.store(pending + slot, tl.zeros([BLOCK], tl.int64), mask=live)
@@ -189,6 +191,7 @@ def launch_plan(
     width: int,
     window: int | Tensor,
     forced: bool | Tensor,
+    tree: Tensor | None,
     cursor: Cursor,
     ring_rows: int,
 ) -> None:
@@ -203,6 +206,7 @@ def launch_plan(
         _value(tokens),
         _value(window),
         _value(forced),
+        _value(0 if tree is None else tree),
         cursor.start,
         cursor.length,
         cursor.position,
@@ -213,6 +217,7 @@ def launch_plan(
         TOKENS_EACH=isinstance(tokens, Tensor),
         WINDOWS_EACH=isinstance(window, Tensor),
         FORCED_EACH=isinstance(forced, Tensor),
+        TREES_EACH=tree is not None,
         BLOCK=_block(batch),
         num_warps=4,
     )
@@ -229,6 +234,7 @@ def launch_settle(plan: Tensor, cursor: Cursor, tally: Tensor, full_window: int,
         cursor.length,
         cursor.position,
         cursor.pending,
+        cursor.tree,
         cursor.window,
         tally,
         len(plan),

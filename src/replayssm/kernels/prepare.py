@@ -16,12 +16,15 @@ The weights of a row's head are a block of floats per token t, in this order (`b
 | T      | delta rules: the same in the correction of token t (drafts before t)                          |
 | 5      | of the state in output t, and in the correction; rate of t; decay of the fold as high + low   |
 
-Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are due,
-beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes errors
-to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it the factors of the errors.
+Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are
+due, beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes
+errors to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it factors of S^T k.
 
 A decay per channel cannot be drawn out of a product with the state: then `probes` [B, H, T, 2, N] holds the query and
 the key of each token with all decays in them, and the weights of the state are not used.
+
+In a tree of drafts a token's decays are those on its path, and drafts that are not on it have the weight 0. The second
+launch takes these weights as it takes a chain's, and knows nothing of trees.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low
-from replayssm.kernels.plan import DUE_COUNT, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
+from replayssm.kernels.plan import DUE_COUNT, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS, TREE
 
 
 def block_size(tokens: int, window: int, delta_rule: bool) -> int:
@@ -52,7 +55,7 @@ def prepare_kernel(
     plan_row, plan, programs, keys, ring, rates, key, query, inputs, layer_params, weights, probes, solves,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
@@ -105,14 +108,15 @@ def prepare_kernel(
         history = tl.load(plan + HISTORY)
         # a due row has records to fold and no history, any other row the reverse: one set of rows serves both
         records = folded + history
+        tree = tl.load(plan + TREE) if IS_TREE else 0
         out = weights + (b * H + h) * (T * BLOCK)
         key_at = key[0] + b * key[1] + g * N + n
         query_at = query[0] + b * query[1] + g * N + n
         if CHANNEL:
             channel_tokens(
-                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key[2], query_at,
+                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, key_at, key[2], query_at,
                 query[2], inputs, layer_params, out, probes + (b * H + h) * (T * 2 * N) + n,
-                N, T, RING_ROWS, TP, WP, BLOCK, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE,
+                N, T, RING_ROWS, TP, WP, BLOCK, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE,
                 KEY_SCALE, QUERY_SCALE, STORE_RECORD,
             )  # fmt: skip
         elif T == 1:
@@ -123,9 +127,9 @@ def prepare_kernel(
             )  # fmt: skip
         else:
             head_tokens(
-                b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, key[2], query_at,
-                query[2], inputs, layer_params, out,
-                H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
+                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at, key[2],
+                query_at, query[2], inputs, layer_params, out,
+                H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
                 TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
 
@@ -220,11 +224,27 @@ def head_token(
 
 
 @triton.jit
+def parent_of(tree, t):
+    """The token that token t follows, -1 for the committed history (`state.cursor.parents_of`)."""
+    return t - 1 - ((tree >> (4 * t)) & 15)
+
+
+@triton.jit
+def lineage(tree, t, T: tl.constexpr):
+    """[TP] for the tokens t = 0..TP - 1: a bit for each token on the path to it, its own included."""
+    bits = tl.zeros(t.shape, tl.int32)
+    for s in tl.static_range(T):
+        above = tl.sum(tl.where(t == parent_of(tree, s), bits, 0), 0)
+        bits = tl.where(t == s, above | (1 << s), bits)
+    return bits
+
+
+@triton.jit
 def head_tokens(
-    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, key_token, query_at, query_token,
-    inputs, layer_params, out,
+    b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at, key_token, query_at,
+    query_token, inputs, layer_params, out,
     GROUP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
-    WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr,
+    WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
@@ -253,11 +273,18 @@ def head_tokens(
     # path and no differences of sums, which would carry the rounding errors of what came before
     total = tl.zeros([HEADS, TP], tl.float32)
     between = tl.zeros([HEADS, TP, TP], tl.float32)
-    to, since = t[None, :, None], t[None, None, :]
+    if IS_TREE:
+        path = lineage(tree, t, T)
     for s in tl.static_range(T):
         one = tl.sum(tl.where((t == s)[None, :], log_step, 0.0), 1)
-        total += tl.where((t >= s)[None, :], one[:, None], 0.0)
-        between += tl.where((since < s) & (to >= s), one[:, None, None], 0.0)
+        # which tokens have s on their path, and which are on the path to s
+        if IS_TREE:
+            to = ((path >> s) & 1) != 0
+            since = ((tl.sum(tl.where(t == s, path, 0), 0) >> t) & 1 != 0) & (t != s)
+        else:
+            to, since = t >= s, t < s
+        total += tl.where(to[None, :], one[:, None], 0.0)
+        between += tl.where(since[None, None, :] & to[None, :, None], one[:, None, None], 0.0)
 
     scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
     out += (heads - h) * (T * BLOCK)
@@ -269,6 +296,9 @@ def head_tokens(
     decay = tl.exp(log_decay[:, None] + total)
     from_past = tl.exp(total)[:, :, None] * weight[:, None, :]
     from_draft = tl.exp(between) * k_scale[None, None, :]
+    if IS_TREE:
+        on_path = ((path[:, None] >> t[None, :]) & 1) != 0
+        from_draft = tl.where(on_path[None, :, :], from_draft, 0.0)
     past_at = token[:, :, None] + j[None, None, :]
     past_mask = (in_step & (folded == 0))[:, :, None]
     drafts_at = token[:, :, None] + (2 if DELTA else 1) * WP + t[None, None, :]
@@ -316,10 +346,10 @@ def store_fold(out, j, weight, log_decay, SCALARS: tl.constexpr):
 
 @triton.jit
 def channel_tokens(
-    b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, key_at, key_token, query_at, query_token,
-    inputs, layer_params, out, probe,
+    b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, key_at, key_token, query_at,
+    query_token, inputs, layer_params, out, probe,
     N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
 ):  # fmt: skip
@@ -350,8 +380,21 @@ def channel_tokens(
     past_k = past_q
     new_q = tl.zeros([TP, TP], tl.float32)
     new_k = new_q
+    if IS_TREE:
+        path = lineage(tree, i, T)
+        fresh_kept, fresh_decay = kept, decay
     for t in tl.static_range(T):
         here = (i == t)[:, None]
+        if IS_TREE and t > 0:  # noqa: SIM102 (what is constant, and what is not)
+            if parent_of(tree, t) != t - 1:  # a branch begins: walk down to it again
+                kept, decay, drafts = fresh_kept, fresh_decay, drafts * 0
+                above = tl.sum(tl.where(i == t, path, 0), 0)
+                for s in range(t):
+                    if (above >> s) & 1 != 0:
+                        step = pick(steps, s)
+                        decay *= step
+                        kept *= step[None, :]
+                        drafts = tl.where((i == s)[:, None], pick(k_tile, s)[None, :], drafts * step[None, :])
         k, q, step = pick(k_tile, t), pick(q_tile, t), pick(steps, t)
         decay *= step
         kept *= step[None, :]

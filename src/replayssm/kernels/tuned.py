@@ -170,8 +170,10 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     geometry, recurrence = layout.geometry, layout.recurrence
     channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
     if layout.read_format is not None:
-        step = _fit(layout, 64, 1, 1) if tokens == 1 else _fit(layout, 32, 4, 1, 3)
-        return Choice(step, _fit(layout, 32, 8, 2, 3)), "a read copy: rows that fold get a launch of their own"
+        step, flush = _fit(layout, 32, 4, 1, 3), _fit(layout, 32, 8, 2, 2)
+        if tokens > 1:
+            step, flush = _fit(layout, 64, 4, 4, 3), _fit(layout, 16, 8, 2, 2)
+        return Choice(step, flush), "a read copy: rows that fold get a launch of their own"
     if tokens > 1:
         wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
         step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide

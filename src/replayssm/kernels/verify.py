@@ -252,7 +252,9 @@ def one_token(
         k_at = key[0] + b * key[1] + g * N
     if CODES > 0 and MODE == STEP_ROWS:
         probe_live = live | CHANNEL
-        out, answer = word_sums(S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, DELTA)
+        out, answer = word_sums(
+            S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, DELTA
+        )
     else:
         out = tl.sum(S * tl.load(q_at + n, mask=probe_mask, other=0).to(tl.float32)[:, None], 0)
         if DELTA:
@@ -292,7 +294,9 @@ def append(ring, slot, h, row, p, x, mask):
 
 
 @triton.jit
-def load_copy(copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr):
+def load_copy(
+    copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Words [N / CODES, P] of the read copy, scales of their blocks and of columns, in the forms that T tokens take.
 
     One token takes words in tiles, whose sums need few registers, and a scale per block; several take one per word.
@@ -300,13 +304,13 @@ def load_copy(copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexp
     rows: tl.constexpr = N // CODES
     R: tl.constexpr = max(rows, 16) if T > 1 else (BLOCKS if BLOCKS > 1 else rows)
     mask = (p < P)[None, :]
-    if R > rows:
+    if rows < R:
         mask &= (tl.arange(0, R) < rows)[:, None]
     # padding counts as 0, and what an empty copy holds is dropped later
     words = ()
     for tile in tl.static_range(max(1, rows // R)):
         at = copy_at(copy[0], slot, h, tile * R + tl.arange(0, R), p, rows, P)
-        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
+        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
     column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
     scales = 1.0
     if BLOCKS > 1:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 DEFAULT = "gdn-tiny"
+DRAFT = "gdn-draft"
+"""A model that drafts for the others, in speculative decoding."""
 
 _HERE = Path(__file__).resolve().parent
 

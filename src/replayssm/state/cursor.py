@@ -50,6 +50,25 @@ def commit(length: IntOrTensor, position: IntOrTensor, accepted: IntOrTensor) ->
     return length + accepted, position + accepted
 
 
+def tree_code(parents: Tensor) -> Tensor:
+    """The shape of each row's tree as one number [B], which is 0 for a chain.
+
+    Four bits per token say how far its parent lies before the token in front of it: enough for the 16 tokens that a
+    step may have, and one more counter moves with the slot like any other.
+
+    Args:
+        parents: int64 [B, T], the parent of each token, -1 for the committed history.
+    """
+    place = torch.arange(parents.shape[1], device=parents.device)
+    return ((place - 1 - parents) << 4 * place).sum(1)
+
+
+def parents_of(code: Tensor, tokens: int) -> Tensor:
+    """The parents [B, tokens] that `tree_code` put into `code` [B]."""
+    place = torch.arange(tokens, device=code.device)
+    return place - 1 - ((code.unsqueeze(1) >> 4 * place) & 15)
+
+
 def first_window(turn: int, window: int, verify_len: int) -> int:
     """Window in force until the first flush of the slot acquired `turn`-th: verify_len..window, round robin.
 
@@ -67,6 +86,7 @@ class Cursor:
         length: committed records in the ring.
         position: tokens committed since acquire; position - length of them are in the checkpoint.
         pending: ring rows written by the last step and not yet committed.
+        tree: how those descend from each other, as `tree_code` puts it.
         window: window in force until the next flush.
         saturated: elements of checkpoint and read copy clamped to their format's range since acquire; copies of the
             sequence start with its count.
@@ -77,6 +97,7 @@ class Cursor:
     length: Tensor
     position: Tensor
     pending: Tensor
+    tree: Tensor
     window: Tensor
     saturated: Tensor
     seed: Tensor

@@ -17,6 +17,7 @@ COLUMNS = {
     "start": "physical ring row of the oldest record of the history; drafts follow at start + history",
     "position": "tokens committed before this step",
     "due": "1 where the row's ring is emptied by this step, which may be empty already",
+    "tree": "how the row's tokens descend from each other, as `cursor.tree_code` puts it; 0 for a chain",
 }
 """Column -> meaning. Kernels read the first eight; `flow.step.Step` has all of them by name."""
 

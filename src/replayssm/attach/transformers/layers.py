@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from replayssm.attach.transformers.find import RecurrentLayer
-from replayssm.attach.transformers.sequences import Sequences, StateHandle
+from replayssm.attach.transformers.sequences import ConvPaths, Sequences, StateHandle
 
 if TYPE_CHECKING:
     from replayssm.attach.transformers.attached import Attached
@@ -43,7 +43,7 @@ class ReplayedLayer:
         """Whether there are tokens that a crop can take back."""
         return self.sequences.pending > 0 and (self.attention is None or bool(self.attention.is_croppable))  # type: ignore[attr-defined]
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor | ConvPaths:
         return self.sequences.extend_conv(self.ordinal, conv_states)
 
     def update_recurrent_state(self, recurrent_states: Tensor | StateHandle, state_idx: int = 0, **_: Any) -> Any:
@@ -173,17 +173,21 @@ def _stock_state(layer: RecurrentLayer, stock: Any) -> dict[str, Tensor] | None:
     return {"conv": conv, "recurrent": state}
 
 
-@functools.cache
-def _replayed_class(stock: Any) -> type:
-    attention = next(
+def attention_class(layer_class: Any) -> Any:
+    """The class of the keys and values that a cache layer of this class holds, None if it holds none."""
+    return next(
         (
             base
-            for base in stock.__mro__
+            for base in layer_class.__mro__
             if issubclass(base, CacheLayerMixin) and not issubclass(base, LinearAttentionCacheLayerMixin)
         ),
         None,
     )
-    return type(f"Replayed{stock.__name__}", (ReplayedLayer, stock), {"attention": attention})
+
+
+@functools.cache
+def _replayed_class(stock: Any) -> type:
+    return type(f"Replayed{stock.__name__}", (ReplayedLayer, stock), {"attention": attention_class(stock)})
 
 
 def _replayed(stock: Any, sequences: Sequences, ordinal: int, clean_start: bool) -> Any:

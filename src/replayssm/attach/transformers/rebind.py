@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 from replayssm.attach.transformers.find import RecurrentLayer
-from replayssm.attach.transformers.sequences import StateHandle
+from replayssm.attach.transformers.sequences import ConvPaths, StateHandle
 from replayssm.recurrences.binding import Binding, Core
 
 
@@ -45,8 +45,9 @@ def _cores(binding: Binding, replacement: Callable[[Core], Callable[..., Any]]) 
 @functools.cache
 def _rebound(cls: Any, binding: Binding) -> Callable[..., Any]:
     def ours(originals: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-        conv_step = _conv_step(originals[binding.conv_step], originals[binding.conv])
-        return {binding.conv_step: conv_step} | _cores(binding, lambda core: _core(core, originals[core.name]))
+        conv = _conv(originals[binding.conv])
+        convs = {binding.conv: conv, binding.conv_step: _conv_step(originals[binding.conv_step], conv)}
+        return convs | _cores(binding, lambda core: _core(core, originals[core.name]))
 
     rebound, module = _copied(cls, binding, ours)
     # torch.compile looks a function's globals up by module name, so the copy must be a module that can be found
@@ -83,6 +84,18 @@ def cache_argument(forward: Callable[..., Any]) -> tuple[str, int]:
     parameters = list(inspect.signature(forward).parameters)
     name = "cache" if "cache" in parameters else "cache_params"
     return name, parameters.index(name) - 1
+
+
+def _conv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def conv(x: Tensor | ConvPaths, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, ConvPaths):
+            return original(x, *args, **kwargs)
+        # each token's path as a sequence of its own, of which only the last output is asked for
+        rows, tokens, *_ = x.inputs.shape
+        out = original(x.inputs.flatten(0, 1), *args, **kwargs)[..., -1]
+        return out.unflatten(0, (rows, tokens)).transpose(1, 2)
+
+    return conv
 
 
 def _conv_step(original: Callable[..., Any], conv: Callable[..., Any]) -> Callable[..., Any]:

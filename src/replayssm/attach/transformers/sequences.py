@@ -5,7 +5,8 @@ as long as the `generate` call that made it unless somebody keeps the cache.
 
 A forward opens a step at the first recurrent layer and closes it after the last. Its tokens stay pending until the
 next forward, so that `crop` can still take some back. A cache that transformers will crop more than that (assisted
-generation) keeps the last tokens of a prompt in the ring as well, and folds nothing between two crops.
+generation) keeps the last tokens of a prompt in the ring as well, and folds nothing between two crops. A loop that
+knows more than a forward shows, as `replayssm.decode` does, says what comes (`expect`) and what stays (`accept_paths`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ def exactly(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
+class ConvPaths:
+    """What a convolution gets in place of its inputs where the step's tokens are a tree.
+
+    Args:
+        inputs: [B, T, channels, width], the inputs that each token's output reads, oldest first.
+    """
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+
 class Holding:
     """What a cache holds. It outlives the cache by a moment, so that somebody can look at it then."""
 
@@ -66,6 +78,8 @@ class Sequences:
         self.has_state = {0: False}
         self.pending = 0
         """Tokens of the last step that a crop can still take back."""
+        self.expected: tuple[Sequence[int], Sequence[Sequence[int]] | None] | None = None
+        """Tokens and parents of the next forward, where somebody has said so."""
         self.step: flow.Step | None = None
         self.prompt: flow.Step | None = None
         """Where `step` goes to the ring: the part of the forward before it, which goes to the checkpoint."""
@@ -133,6 +147,11 @@ class Sequences:
             self.take_slots(batch, activation_dtype(hidden), hidden.device)
         assert self.rows is not None
         self.done = 0
+        if self.expected is not None:
+            (counts, parents), self.expected = self.expected, None
+            self.has_state[0] = True  # as below
+            self.step = flow.open_step(self.pool, self.rows, counts, width=tokens, parents=parents)
+            return
         if not self.rollback:
             is_prompt = not self.has_state[0] or tokens > self.pool.config.verify_len
             self.step = flow.open_step(self.pool, self.rows, tokens, is_prompt=is_prompt)
@@ -191,7 +210,7 @@ class Sequences:
 
     # ---- one layer of the open step
 
-    def extend_conv(self, ordinal: int, x: Tensor) -> Tensor:
+    def extend_conv(self, ordinal: int, x: Tensor) -> Tensor | ConvPaths:
         """Raw conv inputs [B, channels, T] of the step, behind those before them; kept as the slot's carry."""
         raw, at = x.transpose(1, 2), 0
         first = self.prompt or self._running()
@@ -200,7 +219,10 @@ class Sequences:
             if step is not None:
                 flow.conv_append(self.pool, ordinal, step, raw[:, at : at + step.width])
                 at += step.width
-        return torch.cat([window, raw], 1).transpose(1, 2)
+        joined = torch.cat([window, raw], 1)
+        if first.is_tree:
+            return ConvPaths(flow.conv_paths(first, joined, window.shape[1] + 1))
+        return joined.transpose(1, 2)
 
     def verify(self, ordinal: int, inputs: Tensors) -> Tensor:
         """y [B, T, H, P] of the step's tokens, which go to the ring."""
@@ -243,6 +265,22 @@ class Sequences:
         return self.step
 
     # ---- between forwards
+
+    def expect(self, tokens: Sequence[int], parents: Sequence[Sequence[int]] | None) -> None:
+        """Say that the next forward goes to the ring, with so many tokens in each row.
+
+        Args:
+            tokens: new tokens of each row, 0..verify_len; what the forward brings beyond them is padding.
+            parents: of each row's tokens, as `open_step` takes them; None for chains.
+        """
+        self.expected = (tokens, parents)
+
+    def accept_paths(self, paths: Sequence[Sequence[int]]) -> None:
+        """Make a path of each row's pending tokens real, as `commit_path` does; none of a row without any."""
+        self.require_usable()
+        assert self.rows is not None
+        flow.commit_path(self.pool, self.rows, paths)
+        self.pending = 0
 
     def accept(self, tokens: int) -> None:
         """Make the first `tokens` of the pending ones real."""
@@ -300,7 +338,7 @@ class Sequences:
     def reset(self) -> None:
         """Forget everything and release the slots. The memory stays with the cache for its next use."""
         self.has_state[0] = False
-        self.pending, self.step, self.prompt, self.failure = 0, None, None, None
+        self.pending, self.expected, self.step, self.prompt, self.failure = 0, None, None, None, None
         if self.holding.pool is not None:
             for slot in sorted(self.pool.slots.live):
                 self.pool.release(slot)

@@ -1,0 +1,131 @@
+"""`replayssm generate --speculate`: what the options ask for, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replayssm import ReplayConfig
+from replayssm.cli.errors import CliError
+from replayssm.config import MAX_VERIFY_LEN
+
+if TYPE_CHECKING:
+    from replayssm.decode import Proposer, Sampling
+
+TREE_BRANCHES = 2
+DEFAULT_DRAFT_LEN = 4
+
+
+class Guesser(StrEnum):
+    """Who drafts."""
+
+    ngram = "ngram"
+    model = "model"
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Drafts as the options ask for them."""
+
+    guesser: Guesser
+    draft_len: int
+    tree: bool
+    draft_folder: Path | None
+
+    @staticmethod
+    def choose(
+        guesser: Guesser | None, draft_len: int | None, tree: bool, draft_folder: Path | None, window: int
+    ) -> Speculation | None:
+        """The speculation that the options ask for; None is plain decoding."""
+        if guesser is None:
+            given = {"--draft-len": draft_len is not None, "--tree": tree, "--draft-model": draft_folder is not None}
+            idle = [option for option, is_there in given.items() if is_there]
+            if idle:
+                raise CliError(f"{idle[0]} has no effect without --speculate; add it, or leave {idle[0]} out.")
+            return None
+        if draft_folder is not None and guesser is not Guesser.model:
+            raise CliError("--draft-model has no effect with --speculate ngram; say --speculate model.")
+        most = min(window, MAX_VERIFY_LEN) - 1
+        length = min(DEFAULT_DRAFT_LEN, most) if draft_len is None else draft_len
+        if most < 1:
+            raise CliError(f"--speculate needs room for a draft: raise --window to 2 or more, got {window}.")
+        if not 1 <= length <= most:
+            raise CliError(f"--draft-len must be in 1..{most} with --window {window}, got {length}.")
+        return Speculation(guesser, length, tree, draft_folder)
+
+    @property
+    def branches(self) -> int:
+        return TREE_BRANCHES if self.tree else 1
+
+    def config(self, checkpoint_format: str, window: int) -> ReplayConfig:
+        """How the models keep their state: with room for the certain token and a draft."""
+        return ReplayConfig(window=window, checkpoint_format=checkpoint_format, verify_len=1 + self.draft_len)
+
+
+@dataclass
+class Drafted:
+    """What became of the drafts of a run.
+
+    Args:
+        steps: forwards of the model after the prompt's.
+        drafted: guesses that they verified.
+        accepted: guesses that were right.
+        tokens: the new text.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+def run(
+    model: Any,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    proposer: Proposer,
+    speculation: Speculation,
+    sampling: Sampling | None,
+    streamer: Any,
+) -> Drafted:
+    """Continue one prompt."""
+    import torch
+
+    from replayssm.decode import decode
+
+    end = model.generation_config.eos_token_id
+    stop = {end} if isinstance(end, int) else set(end or ())
+    outcome = Drafted(steps=-1)  # the first round is the prompt's
+    if streamer is not None:
+        streamer.put(torch.tensor([list(prompt)]))
+    for done in decode(
+        model,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        proposer=proposer,
+        draft_len=speculation.draft_len,
+        sampling=sampling,
+        stop=stop,
+    ):
+        outcome.steps += 1
+        outcome.drafted += done.drafted[0]
+        outcome.accepted += done.accepted[0]
+        outcome.tokens += done.tokens[0]
+        if streamer is not None:
+            for token in done.tokens[0]:
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    return outcome
+
+
+def require_same_tokens(target: Any, draft: Any) -> None:
+    """CliError unless both tokenizers mean the same by every token."""
+    if target.get_vocab() != draft.get_vocab():
+        raise CliError(
+            "The draft model has another tokenizer than the model, so its guesses would mean something else; "
+            "name one with the same tokenizer with --draft-model, or use --speculate ngram."
+        )

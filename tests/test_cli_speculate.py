@@ -1,0 +1,91 @@
+"""`replayssm generate --speculate`: the text of plain decoding, what is said about the drafts, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from replayssm import models
+from replayssm.cli.speculate import require_same_tokens
+
+from .test_cli import byte_tokenizer, invoke
+
+PROMPT = "The open function returns a file object. The open function returns a"
+RUN = ("generate", PROMPT, "-n", "20", "--device", "cpu")
+WAYS = {
+    "ngram": ("--speculate", "ngram"),
+    "ngram tree": ("--speculate", "ngram", "--tree", "--draft-len", "6"),
+    "model": ("--speculate", "model"),
+    "model tree": ("--speculate", "model", "--tree", "--draft-len", "6", "--draft-model", models.DRAFT),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_leave_the_text_as_it_is(way: str) -> None:
+    result = invoke(*RUN, *WAYS[way], "--compare")
+    assert result.exit_code == 0
+    assert "identical to ordinary decoding: all 20 tokens" in result.stderr
+    accepted, drafted, steps, saved = map(
+        int, re.search(r"drafts: (\d+) of (\d+) accepted .*; (\d+) steps, (\d+) saved", result.stderr).groups()
+    )
+    assert 0 < accepted < drafted
+    assert steps + saved == 19
+    assert saved == accepted
+    assert "a state saved per draft would have written" in result.stderr
+    assert ("the draft model moved" in result.stderr) == way.startswith("model")
+
+
+def test_the_text_is_streamed_and_alone_on_standard_output() -> None:
+    plain = invoke(*RUN)
+    drafted = invoke(*RUN, *WAYS["model"])
+    assert plain.stdout == drafted.stdout
+    assert "drafts:" not in plain.stderr
+
+
+def test_sampling_with_drafts_repeats_with_its_seed() -> None:
+    found = [
+        invoke(*RUN, *WAYS["model tree"], "--temperature", "0.8", "--seed", seed).stdout for seed in ("7", "7", "8")
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--tree",), "--tree has no effect without --speculate; add it, or leave --tree out."),
+        (("--draft-len", "3"), "--draft-len has no effect without --speculate"),
+        (("--draft-model", models.DRAFT), "--draft-model has no effect without --speculate"),
+        (("--speculate", "ngram", "--draft-model", models.DRAFT), "--draft-model has no effect with --speculate ngram"),
+        (("--speculate", "ngram", "--draft-len", "16"), "--draft-len must be in 1..15 with --window 16, got 16."),
+        (("--speculate", "ngram", "--window", "4", "--draft-len", "4"), "--draft-len must be in 1..3 with --window 4"),
+        (("--speculate", "ngram", "--window", "1"), "--speculate needs room for a draft: raise --window to 2 or more"),
+        (("--speculate", "model", "--draft-model", "nowhere"), "There is no checkpoint folder nowhere; --draft-model"),
+        (
+            ("--speculate", "ngram", "--compare", "--top-p", "0.9"),
+            "--compare has nothing to compare: sampling with drafts",
+        ),
+    ],
+)
+def test_what_is_refused(options: tuple[str, ...], sentence: str) -> None:
+    result = invoke(*RUN, *options)
+    assert result.exit_code == 2
+    assert sentence in result.stderr.replace("\n", " ")
+    assert not result.stdout
+
+
+def test_a_draft_model_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replayssm.cli import generate as generating
+
+    load = generating.load
+
+    def other(folder: Any, dtype: str, device: str) -> Any:
+        tokenizer, model = load(folder, dtype, device)
+        return (byte_tokenizer() if folder.name == models.DRAFT else tokenizer), model
+
+    monkeypatch.setattr(generating, "load", other)
+    result = invoke(*RUN, *WAYS["model"])
+    assert result.exit_code == 2
+    assert "The draft model has another tokenizer than the model" in result.stderr
+    require_same_tokens(byte_tokenizer(), byte_tokenizer())
