@@ -19,7 +19,7 @@ from replayssm.flow import algebra
 from replayssm.flow.step import Step
 from replayssm.recurrences.delta import DeltaRule
 from replayssm.state import cursor
-from replayssm.state.formats import CastFormat, Nvfp4Format, nvfp4, scaled
+from replayssm.state.formats import CastFormat, Nvfp4Format
 from replayssm.state.pool import LayerState, StatePool
 
 from .machine import Machine, Row, machine_for
@@ -258,13 +258,6 @@ def read_copy_left_behind(patch: Patch) -> None:
     patch.setattr(StatePool, "store", store)
 
 
-def scale_of_the_next_block(patch: Patch) -> None:
-    """Encode and decode agree on the wrong block: only the sizes of the codes are off."""
-    original = scaled.spread
-    for module in (scaled, nvfp4):
-        patch.setattr(module, "spread", lambda scale, size, rows: original(scale.roll(1, -2), size, rows))
-
-
 def nibbles_swapped(patch: Patch) -> None:
     original = Nvfp4Format.decode
     patch.setattr(
@@ -313,7 +306,6 @@ FAULTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (read_copy_left_behind, "kda", "read copy"),
     (flush_reads_the_read_copy, "gdn", "two precisions"),
     (flush_reads_the_read_copy, "mamba2", "two precisions"),
-    (scale_of_the_next_block, "gdn", "two precisions"),
     (nibbles_swapped, "mamba2", "two precisions"),
     (infinite_out_of_range, "gdn", "low precision"),
     (infinite_out_of_range, "mamba2", "read copy"),
