@@ -215,8 +215,8 @@ def ratios(evaluation: dict[str, Any]) -> dict[str, Any]:
     """KL of the shared copy over that of each pair, beside what the half-lives predict.
 
     A rounding error of variance e enters a shared copy at each flush and is forgotten with the state: after many flushes
-    the state has e tau / (2 W) of it besides the newest, where reads alone have e. KL divergence is proportional to the
-    variance. tau is a head's memory, which a delta rule's overwriting shortens (benchmarks/accuracy/memory.py).
+    the state has e tau / (2 W) of it besides the newest, where reads alone have e at all but a window's first token. KL
+    divergence is proportional to the variance. tau is a head's memory, which a delta rule's overwriting shortens (benchmarks/accuracy/memory.py).
     """
     kl = {row["precision"]: row["kl"] for row in evaluation["rows"]}
     lives, memories = (np.array([x for layer in evaluation[key] for x in layer]) for key in ("half_lives", "memories"))
@@ -227,7 +227,7 @@ def ratios(evaluation: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "measured": {name: kl[SHARED] / kl[name] for name in kl if "+" in name and kl[name] > 0},
-        "predicted_mean_over_heads": float((1 + reached / (2 * WINDOW)).mean()),
+        "predicted_mean_over_heads": float((1 + reached / (2 * WINDOW)).mean() * WINDOW / (WINDOW - 1)),
         "half_life_quantiles": quantiles(lives),
         "memory_quantiles": quantiles(memories),
     }

@@ -4,10 +4,11 @@
 
 One layer of each recurrence on random inputs, a head for each half-life, window 16. The figure is the squared error of
 the outputs against fp32 states, relative, over the second half of the text; KL divergence is proportional to it where
-errors are small. A rounding of relative variance e is gone at the next flush in a read copy. In a shared copy it stays
-until the state has forgotten it: e tau / (2 W) of it has gathered besides the newest one, so that the ratio of both is
+errors are small. A rounding of relative variance e is gone at the next flush in a read copy, and W - 1 of W tokens see
+it. In a shared copy it stays until the state has forgotten it: e tau / (2 W) of it has gathered besides the newest one,
+so that the ratio of both is
 
-    1 + tau / (2 W),    1 / tau = ln 2 / half-life + beta / N    (a delta rule also forgets by overwriting)
+    (1 + tau / (2 W)) W / (W - 1),    1 / tau = ln 2 / half-life + beta / N    (a delta rule also overwrites)
 
 while rounding to nearest is as good as random; with a very long memory additions smaller than half a step are lost, and
 the ratio is larger.
@@ -64,7 +65,7 @@ def measure(name: str, tokens: int) -> dict[str, Any]:
     return {
         "recurrence": name,
         "half_lives": list(HALF_LIVES),
-        "predicted_ratio": [round(x, 1) for x in (1 + tau / (2 * WINDOW)).tolist()],
+        "predicted_ratio": [round(x, 1) for x in ((1 + tau / (2 * WINDOW)) * WINDOW / (WINDOW - 1)).tolist()],
         "squared_error": {
             each: [float(f"{x:.3g}") for x in row] for each, row in zip(PRECISIONS, error.tolist(), strict=True)
         },
