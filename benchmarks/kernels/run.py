@@ -97,8 +97,9 @@ class Run:
 
     def reads(self) -> None:
         """Low-precision read copies beside an fp32 checkpoint."""
-        for form in ("fp32+fp8", "fp32+nvfp4", "fp32+bf16", "fp32+int8"):
-            self.replay(self.cases((SUPER, QWEN), (256, 64), formats=(form,), windows=(32, 64)))
+        for batches, windows in (((256, 64), (32,)), ((8, 1), (32,)), ((256, 64), (16, 64))):
+            for form in ("fp32+nvfp4", "fp32+fp8", "fp32+int8"):
+                self.replay(self.cases((SUPER, QWEN), batches, formats=(form,), windows=windows))
 
     def steps(self) -> None:
         """Times of 1,000 consecutive steps."""

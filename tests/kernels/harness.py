@@ -173,7 +173,24 @@ class Twins:
         found = error(outputs["triton"], outputs["torch"])
         assert found <= case.output_tolerance, f"outputs differ by {found:.1e}"
         assert not outputs["triton"][unread.to(self.device)].any(), "outputs beyond a row's tokens must be zero"
+        self.align_copies()
         return outputs
+
+    def align_copies(self) -> None:
+        """Where the last bits of two checkpoints differ, so may a code at a tie: few do, and both go on with the same.
+
+        Given the same checkpoint the codes are the same bit for bit, which test_formats.py shows.
+        """
+        ours, theirs = (self.pools[name].layers[0].tensors for name in ("triton", "torch"))
+        for spec in self.layout.tensors:
+            if spec.name == "read_copy" or (spec.name.startswith("read_copy.") and spec.dtype == torch.uint8):
+                differ = (ours[spec.name] != theirs[spec.name]).double().mean()
+                assert differ <= 0.01, f"{differ:.1%} of {spec.name} differ"
+            if spec.name.startswith("read_copy."):
+                scales = [x[spec.name].double().nan_to_num(1.0) for x in (ours, theirs)]
+                assert spec.dtype == torch.uint8 or error(*scales) <= 4 * self.case.tolerance, spec.name
+            if spec.name.startswith("read_copy"):
+                ours[spec.name].copy_(theirs[spec.name])
 
     def compare_cursors(self) -> None:
         ours, theirs = self.pools["triton"], self.pools["torch"]

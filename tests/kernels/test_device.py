@@ -48,6 +48,13 @@ def cases() -> list[Case]:
                 replace(base, window=1, checkpoint_format="bf16", paged=True),
                 replace(base, window=64, model_dtype="fp32", choice=choose(layout, 1, 1)),
             ]
+            if name == "kda" or geometry.key_dim & geometry.key_dim - 1:
+                continue  # no read copies
+            for read_format in ("fp8", "int8", "nvfp4"):
+                for tokens in (1, 4):
+                    beside = replace(base, read_format=read_format, verify_len=tokens, window=32)
+                    found.append(replace(beside, choice=choose(beside.layout, 256, tokens)))
+            found.append(replace(base, read_format="nvfp4", checkpoint_format="fp16", choice=found[-2].choice))
     return found
 
 
