@@ -48,6 +48,9 @@ def cases() -> list[Case]:
                 replace(base, window=1, checkpoint_format="bf16", paged=True),
                 replace(base, window=64, model_dtype="fp32", choice=choose(layout, 1, 1)),
             ]
+            trees = replace(base, trees=True, steps=12)
+            found.append(replace(trees, verify_len=8, choice=choose(layout, 4096, 8)))
+            found.append(replace(trees, verify_len=4, choice=choose(layout, 1, 4), paged=True))
             if name == "kda" or geometry.key_dim & geometry.key_dim - 1:
                 continue  # no read copies
             for read_format in ("fp8", "int8", "nvfp4"):

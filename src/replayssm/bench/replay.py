@@ -208,6 +208,10 @@ class PreparedReplay:
             views["step"] = view([aligned[middle]], [cycle[middle]])
             if self.case.batch > 1:
                 views["staggered"] = view([self._at(mix) for mix in self._mixes(cycle)], cycle)
+            if self.case.verify_len > 1 and self.pool.backend == "triton":
+                phase = cycle[middle]
+                views["tree"] = view([self._at([phase] * self.case.batch, tree=True)], [phase])
+                views["path"] = self._path()
         views["flush"] = view(aligned[-1:], cycle[-1:])
         return views
 
@@ -241,8 +245,25 @@ class PreparedReplay:
         steps = 1 if batch % size == 0 else size
         return [[cycle[(row * max(1, size // batch) + at) % size] for row in range(batch)] for at in range(steps)]
 
-    def _at(self, phases: Sequence[Phase]) -> Step:
-        """The plan of a step whose rows are at these phases, each row with its ring at another origin."""
+    def _path(self) -> View:
+        """Acceptance of the last branch of such a tree: its ring rows move together, in every layer."""
+        from replayssm.kernels.compact import launch_compact
+
+        case, path = self.case, [self.case.verify_len - 1]
+        while path[0] > 0:
+            path.insert(0, (path[0] - 1) // 2)
+        paths = torch.tensor([path] * case.batch, device=self.device)
+
+        def launch(layer: int) -> object:
+            return launch_compact(self._slots, paths, self.pool.cursor, self.pool.layers[layer])
+
+        return View([launch], 2.0 * case.batch * (len(path) - 1) * self.layout.record_bytes, self._window)
+
+    def _at(self, phases: Sequence[Phase], tree: bool = False) -> Step:
+        """The plan of a step whose rows are at these phases, each row with its ring at another origin.
+
+        The tokens are a chain, or a tree in which two follow each one.
+        """
         pool, cursor = self.pool, self.pool.cursor
         lengths = torch.tensor([phase.length for phase in phases], device=self.device)
         cursor.length.copy_(lengths)
@@ -250,7 +271,9 @@ class PreparedReplay:
         cursor.position.copy_(lengths + 10_000)
         cursor.window.fill_(self.case.window)
         cursor.pending.zero_()
-        step = open_step(pool, self._slots, self.case.verify_len)
+        width = self.case.verify_len
+        parents = [[(place - 1) // 2 for place in range(width)]] * self.case.batch if tree else None
+        step = open_step(pool, self._slots, width, parents=parents)
         if step.due.tolist() != [phase.due for phase in phases]:
             raise AssertionError("the plan does not flush where the cycle says so")
         return step

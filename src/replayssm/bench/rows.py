@@ -28,7 +28,8 @@ class Row:
         version: package and version it comes from.
         geometry, batch, format, window, verify_len, accepted: the case; window is None for kernels without one.
         view: "step", "cycle" (mean over all phases, all rows at one phase), "staggered" (rows at all phases),
-            "flush" (all rows flush) or "live" (whole steps).
+            "flush" (all rows flush), "tree" (as "step", two drafts behind each token), "path" (the ring rows of one of
+            its branches move together) or "live" (whole steps).
         config: launch configuration, the best of those swept.
         us: microseconds per layer and launch, the median.
         low_us, high_us: fastest and slowest sample.

@@ -205,8 +205,9 @@ class Session:
         self, what: str, name: str, version: str, case: Case, view: str, timing: Timing, moved: float | None
     ) -> Row:
         ours = what in ("replay", "alternated", "steps")
-        ordinary = self.best_ordinary(case) if ours else None
-        snapshot = self.best_snapshot(case) if ours and case.verify_len > 1 else None
+        compared = ours and view != "path"  # that is no step
+        ordinary = self.best_ordinary(case) if compared else None
+        snapshot = self.best_snapshot(case) if compared and case.verify_len > 1 else None
         return Row(
             what=what,
             name=name,
