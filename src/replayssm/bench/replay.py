@@ -254,8 +254,8 @@ class PreparedReplay:
             path.insert(0, (path[0] - 1) // 2)
         paths = torch.tensor([path] * case.batch, device=self.device)
 
-        def launch(layer: int) -> object:
-            return launch_compact(self._slots, paths, self.pool.cursor, self.pool.layers[layer])
+        def launch(layer: int) -> None:
+            launch_compact(self._slots, paths, self.pool.cursor, self.pool.layers[layer])
 
         return View([launch], 2.0 * case.batch * (len(path) - 1) * self.layout.record_bytes, self._window)
 
