@@ -310,7 +310,7 @@ FAULTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (infinite_out_of_range, "gdn", "low precision"),
     (infinite_out_of_range, "mamba2", "read copy"),
     (clamped_to_zero, "kda", "low precision"),
-    (clamped_to_zero, "gdn", "read copy"),
+    (clamped_to_zero, "mamba2", "read copy"),
     (clamped_in_silence, "mamba2", "low precision"),
     (clamped_in_silence, "mamba2", "read copy"),
     (key_rounded, "gdn", "fp32"),

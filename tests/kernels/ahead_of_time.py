@@ -47,6 +47,15 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
         for name, geometry in GEOMETRIES.items():
             layout = layout_of(name, geometry, 1, "bf16")
             yield f"{name} bf16 batch 256", layout, 1, heuristic(layout, 256, 1)[0]
+        for name, window, tokens, read_format in [
+            ("mamba2", 16, 1, "fp8"),
+            ("mamba2", 32, 1, "nvfp4"),
+            ("gdn", 32, 1, "nvfp4"),
+            ("gdn", 32, 4, "fp8"),
+        ]:
+            config = ReplayConfig(window, tokens, read_format=read_format)
+            layout = StateLayout(get(name), GEOMETRIES[name], config, torch.bfloat16)
+            yield f"{name} {read_format} T={tokens} W={window}", layout, tokens, heuristic(layout, 256, tokens)[0]
         for title, (name, geometry) in MORE.items():
             layout = layout_of(name, geometry, 1)
             yield title, layout, 1, heuristic(layout, 256, 1)[0]

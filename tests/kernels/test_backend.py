@@ -19,8 +19,10 @@ from .harness import DEVICE
 GEOMETRY = Geometry(2, 1, 8, 4)
 
 
-def layer(geometry: Geometry = GEOMETRY, model_dtype: torch.dtype = torch.bfloat16, **options: object) -> LayerState:
-    layout = StateLayout(get("gdn"), geometry, ReplayConfig(**options), model_dtype)
+def layer(
+    geometry: Geometry = GEOMETRY, model_dtype: torch.dtype = torch.bfloat16, name: str = "gdn", **options: object
+) -> LayerState:
+    layout = StateLayout(get(name), geometry, ReplayConfig(**options), model_dtype)
     return LayerState.allocate(layout, 2, DEVICE)
 
 
@@ -29,7 +31,10 @@ def layer(geometry: Geometry = GEOMETRY, model_dtype: torch.dtype = torch.bfloat
     [
         (lambda: layer(checkpoint_format="fp64"), "keep checkpoints in fp32, fp16, bf16, not in fp64"),
         (lambda: layer(model_dtype=torch.float64), "fp32, fp16 and bf16 activations, not torch.float64"),
-        (lambda: layer(read_format="bf16"), "no read copies yet, and read_format is bf16"),
+        (lambda: layer(read_format="bf16"), "read copies in fp8, int8, nvfp4, and read_format is bf16"),
+        (lambda: layer(GEOMETRY, read_format="fp8"), f"key_dim is 64, 128 or 256, and it is {GEOMETRY.key_dim}"),
+        (lambda: layer(Geometry(2, 2, 64, 4), name="kda", read_format="fp8"), "not for the channels of Kimi Delta"),
+        (lambda: layer(read_format=None, checkpoint_format="bf16", rounding="stochastic"), "round to nearest even"),
         (lambda: layer(replace(GEOMETRY, key_dim=257)), "at most 256 rows of a state, and key_dim is 257"),
         (lambda: turned(layer()), "'checkpoint' must be contiguous within a slot"),
     ],

@@ -15,10 +15,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm.kernels import compact, materialize, plan
+from replayssm.kernels.copies import copy_kernel
+from replayssm.kernels.formats import format_constants
 from replayssm.kernels.launch import (
+    COPYING,
     WORK,
     Choice,
     Tile,
+    copy_constants,
     copy_suffixes,
     form_of,
     prepare_constants,
@@ -52,12 +56,14 @@ class Resources:
 
 
 def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability: int = 90) -> dict[str, Resources]:
-    """Compile every launch of a `verify`, by name: "prepare", "step" and, where it is one of its own, "flush"."""
+    """Compile every launch of a `verify`, by name: "prepare", "step" and, where there are such, "flush" and "copy"."""
     if choice.recurrent:
         return {"recurrent": compile_recurrent(layout, tokens, choice.step, capability)}
     found = {"prepare": compile_prepare(layout, tokens, capability)}
     if choice.flush is None:
         return found | {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
+    if layout.read_format is not None:
+        found["copy"] = compile_copy(layout, capability)
     return found | {
         "step": compile_verify(layout, tokens, choice.step, STEP_ROWS.value, capability),
         "flush": compile_verify(layout, tokens, choice.flush, FLUSH_ROWS.value, capability),
@@ -86,8 +92,20 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     signature = _layer_signature(layout) | _token_signature(layout)
     signature |= dict.fromkeys(WORK, "*fp32") | {"saturated": "*i64"}
     leads = capability >= 90 and mode == STEP_ROWS.value
-    given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads)
+    given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads) | _formats(layout, capability)
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
+
+
+def compile_copy(layout: StateLayout, capability: int = 90) -> Resources:
+    """Compile `copy_kernel` for a layer with a read copy, as the launcher would call it."""
+    signature = _layer_signature(layout) | {"saturated": "*i64"}
+    given = copy_constants(layout, capability >= 90) | _formats(layout, capability)
+    return _compile(copy_kernel, signature, given, COPYING.num_warps, capability)
+
+
+def _formats(layout: StateLayout, capability: int) -> dict[str, Any]:
+    """Constants of the read copy on such a GPU, whatever the present one is."""
+    return format_constants(layout.config.read_format, layout.geometry.key_dim, capability >= 89)
 
 
 def compile_materialize(layout: StateLayout, *, in_place: bool, capability: int = 90) -> Resources:

@@ -225,6 +225,6 @@ class _Bench:
             new_start, history = cursor.settle(start, length, due, self.layout.ring_rows)
             values = {"slot": row, "tokens": tokens, "folded": length - history, "fold_start": start, "due": int(due)}
             values |= {"history": history, "empty": 0, "order": order[row], "due_count": sum(folds)}
-            values |= {"start": new_start, "position": 10_000}
+            values |= {"start": new_start, "position": 10_000, "tree": 0}
             rows.append([values[name] for name in COLUMNS])
         return torch.tensor(rows, dtype=torch.int64, device=device)
