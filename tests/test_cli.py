@@ -144,7 +144,7 @@ def test_a_difference_is_reported_but_allowed_when_rounding_may_cause_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _spoil_ordinary_run(monkeypatch, at=5)
-    arguments = ["-m", checkpoint, "-n", 12, "--compare", "--device", "cpu", "--checkpoint-format", "bf16"]
+    arguments = ["-m", checkpoint, "-n", 12, "--compare", "--device", "cpu", "--precision", "bf16"]
     result = invoke("generate", PROMPT, *arguments)
     assert result.exit_code == 0
     assert "differs from ordinary decoding at new token" in result.stderr
@@ -311,12 +311,18 @@ def test_sampling_mistakes_are_refused() -> None:
     assert "--seed has no effect on greedy decoding" in refusal(PROMPT, "--seed", 1)
 
 
+def test_the_state_is_kept_as_asked() -> None:
+    result = invoke("generate", PROMPT, "-n", 4, "--precision", "fp32+nvfp4", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "checkpoint_format must be one of fp64, fp32" in refusal(PROMPT, "--precision", "int3")
+    assert "read_format fp32 is not smaller than checkpoint_format fp32" in refusal(PROMPT, "--precision", "fp32+fp32")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--window", "many"],
         ["--dtype", "fp8"],
-        ["--checkpoint-format", "int3"],
         ["--device", "tpu"],
         ["--no-such-option"],
     ],

@@ -7,7 +7,7 @@ given and what to do instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from replayssm.state.formats import FORMATS
 
@@ -15,6 +15,7 @@ MAX_WINDOW = 64
 MAX_VERIFY_LEN = 16
 Rounding = Literal["nearest", "stochastic"]
 
+STOCHASTIC = "-stochastic"
 SHARED_ONLY = ("int8", "nvfp4")
 """Formats of read copies. As a checkpoint they serve to show what it costs when reads and recurrence share one copy."""
 
@@ -47,6 +48,27 @@ class ReplayConfig:
     rounding: Rounding = "nearest"
     carry_history: bool = False
     stagger: bool = True
+
+    @classmethod
+    def of(cls, precision: str, **options: Any) -> ReplayConfig:
+        """The configuration of a precision by name: "checkpoint" or "checkpoint+read copy", as in "fp32+nvfp4".
+
+        A checkpoint that is rounded at random has "-stochastic" after its name, as in "fp8-stochastic+nvfp4".
+
+        Args:
+            precision: the name.
+            options: the other fields.
+
+        Raises:
+            ValueError: unknown formats, or two that make no sense together.
+        """
+        checkpoint, plus, read_copy = precision.partition("+")
+        return cls(
+            checkpoint_format=checkpoint.removesuffix(STOCHASTIC),
+            read_format=read_copy if plus else None,
+            rounding="stochastic" if checkpoint.endswith(STOCHASTIC) else "nearest",
+            **options,
+        )
 
     def __post_init__(self) -> None:
         for name in ("window", "verify_len"):

@@ -71,7 +71,9 @@ def generate(
     ] = DEFAULT,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="How many tokens to write.")] = 128,
     window: Annotated[int, typer.Option(help="Most tokens in the ring before it is folded into the checkpoint.")] = 16,
-    checkpoint_format: Annotated[Dtype, typer.Option(help="Number format of the checkpoint.")] = Dtype.fp32,
+    precision: Annotated[
+        str, typer.Option("--precision", "-p", help='How the state is kept: "checkpoint" or "checkpoint+read copy".')
+    ] = "fp32",
     temperature: Annotated[
         float | None, typer.Option(help="Sample at this temperature instead of taking the likeliest token.")
     ] = None,
@@ -119,7 +121,7 @@ def generate(
             folder=command.find_folder(model),
             max_new_tokens=max_new_tokens,
             window=window,
-            checkpoint_format=checkpoint_format.value,
+            precision=precision,
             sampling=command.Sampling.choose(temperature, top_p, seed),
             speculation=Speculation.choose(
                 speculate,

@@ -56,7 +56,7 @@ class Request:
     folder: Path
     max_new_tokens: int
     window: int
-    checkpoint_format: str
+    precision: str
     sampling: Sampling | None
     speculation: Speculation | None
     compare: bool
@@ -77,15 +77,15 @@ class Request:
     def config(self) -> ReplayConfig:
         try:
             if self.speculation is not None:
-                return self.speculation.config(self.checkpoint_format, self.window)
-            return ReplayConfig(window=self.window, checkpoint_format=self.checkpoint_format)
+                return self.speculation.config(self.precision, self.window)
+            return ReplayConfig.of(self.precision, window=self.window)
         except ValueError as error:
             raise CliError(f"{first_line(error)}.") from None
 
     @property
     def must_be_equal(self) -> bool:
         """Whether rounding leaves no excuse for another token; a sampled run has the same seed both times."""
-        return self.dtype == "fp32" and self.checkpoint_format == "fp32"
+        return self.dtype == "fp32" and self.precision == "fp32"
 
 
 @dataclass(frozen=True)

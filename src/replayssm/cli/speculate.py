@@ -60,9 +60,9 @@ class Speculation:
     def branches(self) -> int:
         return TREE_BRANCHES if self.tree else 1
 
-    def config(self, checkpoint_format: str, window: int) -> ReplayConfig:
+    def config(self, precision: str, window: int) -> ReplayConfig:
         """How the models keep their state: with room for the certain token and a draft."""
-        return ReplayConfig(window=window, checkpoint_format=checkpoint_format, verify_len=1 + self.draft_len)
+        return ReplayConfig.of(precision, window=window, verify_len=1 + self.draft_len)
 
 
 @dataclass

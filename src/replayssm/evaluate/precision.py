@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from replayssm.config import MAX_VERIFY_LEN, ReplayConfig
 
-STOCHASTIC = "-stochastic"
 REFERENCE = "fp32"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How a state is kept: "checkpoint" or "checkpoint+read copy".
+    """How a state is kept, named as for `ReplayConfig.of`.
 
-    fp32+nvfp4 reads four bits beside an fp32 recurrence; nvfp4 alone is one copy that both share. A checkpoint that is
-    rounded at random has "-stochastic" after its name, as in fp8-stochastic+nvfp4.
+    fp32+nvfp4 reads four bits beside an fp32 recurrence; nvfp4 alone is one copy that both share.
     """
 
     name: str
@@ -26,13 +24,4 @@ class Precision:
         Raises:
             ValueError: unknown formats, or two that make no sense together.
         """
-        checkpoint, plus, read_copy = self.name.partition("+")
-        stochastic = checkpoint.endswith(STOCHASTIC)
-        return ReplayConfig(
-            window=window,
-            verify_len=min(window, MAX_VERIFY_LEN),
-            checkpoint_format=checkpoint.removesuffix(STOCHASTIC),
-            read_format=read_copy if plus else None,
-            rounding="stochastic" if stochastic else "nearest",
-            stagger=False,
-        )
+        return ReplayConfig.of(self.name, window=window, verify_len=min(window, MAX_VERIFY_LEN), stagger=False)
