@@ -96,6 +96,7 @@ class Session:
             parents: for trees, the token of its row that each one follows, -1 for what is certain; by default they
                 follow each other.
         """
+        sequences = self._sequences
         counts = [len(row) for row in tokens]
         width = max(counts)
         chains = [list(range(-1, count - 1)) for count in counts]
@@ -110,7 +111,7 @@ class Session:
         self.columns.place(lengths + torch.arange(width, device=ids.device), max(self.lengths) + width)
         positions = lengths + descends.sum(2) - 1
         mask = self._mask(descends, lengths) if self._attends and (len(counts) > 1 or is_tree) else None
-        self._sequences.expect(counts, padded if is_tree else None)
+        sequences.expect(counts, padded if is_tree else None)
         return self._forward(ids, mask, positions)
 
     def accept(self, paths: Sequence[Sequence[int]]) -> None:
