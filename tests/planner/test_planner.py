@@ -16,7 +16,7 @@ from replayssm.bench.rows import Report
 from replayssm.cli.app import app
 from replayssm.planner.compare import LIMIT, differences, summary
 from replayssm.planner.gpus import H200
-from replayssm.planner.model import known_configs, read_config, sizes_of
+from replayssm.planner.model import config_of, known_configs, read_fields, sizes_of
 from replayssm.planner.step import MEASURED_FORMATS, Workload, plan
 
 from ..attach import models
@@ -49,7 +49,7 @@ def test_what_was_measured_is_said() -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_model_is_the_one_that_its_geometry_says(name: str) -> None:
-    sizes, listed = sizes_of(name, read_config(name)), find(name)
+    sizes, listed = sizes_of(name, config_of(read_fields(name))), find(name)
     assert sizes.recurrent == ((listed.replayed, listed.geometry, listed.layers),)
     billions = re.search(r"-(\d+(?:\.\d+)?)b", name)
     if billions is not None:
@@ -74,7 +74,7 @@ def _elements(layer: Any) -> int:
 
 
 def test_memory_and_time_follow_from_the_layout() -> None:
-    sizes = sizes_of("nemotron3-nano-4b", read_config("nemotron3-nano-4b"))
+    sizes = sizes_of("nemotron3-nano-4b", config_of(read_fields("nemotron3-nano-4b")))
     found = plan(sizes, H200, "fp32", Workload(256, 1024), window=16)
     state = 21 * 96 * 128 * 80 * 4
     assert found.memory.checkpoint == found.ordinary_memory.checkpoint == state
@@ -91,7 +91,7 @@ def test_memory_and_time_follow_from_the_layout() -> None:
 
 
 def test_the_fastest_window_is_taken() -> None:
-    sizes = sizes_of("qwen3.5-4b", read_config("qwen3.5-4b"))
+    sizes = sizes_of("qwen3.5-4b", config_of(read_fields("qwen3.5-4b")))
     chosen = plan(sizes, H200, "fp32", Workload(64, 1024))
     for window in (8, 16, 64):
         assert chosen.time.total <= plan(sizes, H200, "fp32", Workload(64, 1024), window).time.total

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from replayssm.cli.errors import CliError
 from replayssm.planner.gpus import Gpu, find_gpu
-from replayssm.planner.model import ModelSizes, read_config, sizes_of
+from replayssm.planner.model import ModelSizes, config_of, read_fields, sizes_of
 from replayssm.planner.step import Plan, Workload, plans, weight_bytes
 
 USUAL = ("fp32", "bf16", "fp32+fp8", "fp32+nvfp4")
@@ -49,7 +49,7 @@ def run(request: Request) -> None:
     """Predict and print."""
     try:
         gpu = find_gpu(request.gpu)
-        model = sizes_of(request.model, read_config(request.model))
+        model = sizes_of(request.model, config_of(read_fields(request.model)))
         steps = [(1, 1)] if request.verify_len == 1 else [(1, 1), (request.verify_len, request.accepted)]
         workloads = [Workload(batch, request.context, *tokens) for tokens in steps for batch in request.batches]
         found = plans(model, gpu, request.precisions, workloads, request.window)

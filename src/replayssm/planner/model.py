@@ -85,39 +85,46 @@ def known_configs() -> dict[str, dict[str, Any]]:
     return found
 
 
-def read_config(model: str) -> Any:
-    """The transformers configuration of an id of `known_configs`, a config.json or a folder that holds one.
+def read_fields(model: str) -> dict[str, Any]:
+    """The configuration of an id of `known_configs`, a config.json or a folder that holds one.
 
     Raises:
-        ValueError: there is no such thing, or transformers does not know it.
+        ValueError: there is no such thing.
+    """
+    known = known_configs()
+    if model in known:
+        return known[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"there is no file {model}, and no model is called that; the known ones are: {', '.join(known)}"
+        )
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is no configuration of transformers: it holds no JSON object")
+    return fields
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """The transformers configuration that these fields are.
+
+    Raises:
+        ValueError: transformers does not know it.
     """
     from transformers import AutoConfig
 
-    known = known_configs()
-    if model in known:
-        fields: Mapping[str, Any] = known[model]
-    else:
-        path = Path(model)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(
-                f"there is no file {model}, and no model is called that; the known ones are: {', '.join(known)}"
-            )
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} is no configuration of transformers: it holds no JSON object")
     kind = fields.get("model_type")
     if not isinstance(kind, str):
-        raise ValueError(f"{model} is no configuration of transformers: it has no model_type")
+        raise ValueError("this is no configuration of transformers: it has no model_type")
     try:
         return AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name != "model_type"})
     except ValueError as error:
-        raise ValueError(
-            f"transformers does not take the configuration {model}: {str(error).splitlines()[0].rstrip('.')}"
-        ) from None
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"transformers does not take this configuration: {reason}") from None
 
 
 def build(config: Any, **options: Any) -> Any:
