@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from replayssm.planner.model import known_configs
 from ..attach import models
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / ".carry" / "peers"
 
 
 def fields_of(family: str) -> dict[str, Any]:
@@ -53,6 +58,18 @@ def test_every_side_runs(family: str) -> None:
     assert replay.detail["state_us"] == pytest.approx(replay.us - neighbours.us)
     assert replay.detail["tok_s"] == pytest.approx(3 / replay.us * 1e6)
     assert {"context", "p50_us", "p99_us", "slot_bytes", "layers"} <= set(replay.detail)
+
+
+def test_precisions_share_what_is_ordinary() -> None:
+    found = bench("qwen3_5")
+    for form in ("fp32", "fp32+fp8", "bf16"):
+        found.measure(StepCase("toy", 1, 65, form), [PerTokenSide(), ReplaySide()])
+    assert found.report.refusals == []
+    ordinary = {row.format: row.us for row in found.report.rows if row.what == "model ordinary"}
+    assert list(ordinary) == ["fp32", "bf16"]
+    replays = {row.format: row.ordinary_us for row in found.report.rows if row.what == "model replay"}
+    assert replays == ordinary | {"fp32+fp8": ordinary["fp32"]}
+    assert len([row for row in found.report.rows if row.what == "model neighbours"]) == 1
 
 
 def test_drafts_and_read_copies() -> None:
@@ -104,6 +121,29 @@ def test_fewer_layers_keep_the_ratio(name: str) -> None:
     assert part.recurrent_layers / part.attention_layers == pytest.approx(
         whole.recurrent_layers / whole.attention_layers, rel=0.1
     )
+
+
+@pytest.mark.skipif(not (PEERS / "vllm").is_dir(), reason="needs benchmarks/kernels/fetch_peers.py to have run")
+@pytest.mark.parametrize(
+    ("family", "stage", "what", "count"),
+    [
+        ("nemotron_h", "nano", "ordinary", 1),
+        ("qwen3_5", "qwen-drafts", "snapshot", 1),
+        ("kimi_linear", "kimi", "ordinary", 2),
+    ],
+)
+def test_kernels_of_others_put_out_what_ours_do(tmp_path: Path, family: str, stage: str, what: str, count: int) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(fields_of(family)))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(PEERS)])}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "bench" / "dry_steps.py"), str(tmp_path)]
+    command += ["--toy", str(config), "--steps", "2", "--stage", stage]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = Report.load(tmp_path / f"steps-{stage}.json").rows
+    peers = [row for row in rows if row.what == f"model {what}" and not row.name.startswith("replay")]
+    assert len(peers) == count
+    assert all(row.y_error is not None and row.y_error < 0.1 for row in peers)
 
 
 def run(*words: str) -> Any:

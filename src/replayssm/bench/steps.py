@@ -146,14 +146,20 @@ class Scripted(Runner):
 
     Args:
         accepted: tokens of each step that stay.
+        grows: whether rows get longer by them. Otherwise each step is one at the same length of context, and attention
+            reads no columns beyond it.
     """
 
-    def __init__(self, *args: Any, accepted: int, **options: Any) -> None:
+    def __init__(self, *args: Any, accepted: int, grows: bool, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._fixed = accepted
+        self._fixed, self._grows = accepted, grows
 
     def _accepted(self, chosen: Tensor) -> Tensor:
         return torch.full_like(self.certain, self._fixed)
+
+    def _lengthen(self, accepted: Tensor) -> None:
+        if self._grows:
+            super()._lengthen(accepted)
 
     @torch.no_grad()
     def fill(self, context: int) -> None:
@@ -211,29 +217,46 @@ class StepBench:
         self._generator = torch.Generator().manual_seed(0)
 
     def measure(self, case: StepCase, sides: Sequence[Side]) -> list[Row]:
-        """Every side of a case, the neighbours first; what fails or is wrong is noted with its reason."""
+        """Every side of a case, the neighbours first; what fails or is wrong is noted with its reason.
+
+        Other precisions of the same case share their neighbours and ordinary sides, which are measured once.
+        """
         rows: list[Row] = []
         for side in (Neighbours(), *sides):
+            if side.what != "model replay" and any(row.name == side.name for row in self._beside(case, side.what)):
+                continue
             try:
-                row = self._side(case, side, rows)
-            except (CheckFailed, ValueError, torch.OutOfMemoryError) as error:
-                reason = " ".join(str(error).split())[:400]
-                self.report.refuse(Refusal(side.what, side.name, str(case), {}, reason))
+                row = self._side(case, side)
+            except Exception as error:  # noqa: BLE001 - a kernel or a graph of another package may raise anything
+                reason = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+                self.report.refuse(Refusal(side.what, side.name, str(case), {}, " ".join(reason.split())[:400]))
                 self.log(f"REFUSED {case} | {side.name}: {reason}")
             else:
-                rows.append(row)
-                self.report.add(row)
+                rows.append(self.report.add(row))
                 self.log(f"{case} | {side.name}: {row.us / 1e3:.3f} ms, p99/p50 {row.detail['p99_over_p50']:.3f}")
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
         return rows
 
-    def _side(self, case: StepCase, side: Side, others: Sequence[Row]) -> Row:
+    def _beside(self, case: StepCase, what: str) -> list[Row]:
+        """Rows of a kind that a case's may be compared with: the same tokens, and the same format of the checkpoint."""
+        wanted = (what, case.model, case.batch, float(case.context), case.verify_len)
+        found = [
+            row
+            for row in self.report.rows
+            if (row.what, row.geometry, row.batch, row.detail.get("context"), row.verify_len) == wanted
+        ]
+        if what == "model neighbours":
+            return found
+        return [row for row in found if row.format.partition("+")[0] == case.format.partition("+")[0]]
+
+    def _side(self, case: StepCase, side: Side) -> Row:
         config = side.config(case)
         error = None if isinstance(side, Neighbours) else self._check(case, side)
         with _attached(self.model, config):
-            runner = self._runner(case, side, case.batch, case.context)
+            runner = self._runner(case, side, case.context)
             times = sorted(_series(self.device, runner.advance, self.steps))
             allocated = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
             pool = runner._sequences.pool
@@ -251,12 +274,8 @@ class StepBench:
             "allocated_bytes": float(allocated),
             "layers": float(self.model.config.get_text_config(decoder=True).num_hidden_layers),
         }
-        by_what: dict[str, list[float]] = {}
-        for row in others:
-            by_what.setdefault(row.what, []).append(row.us)
-        if "model neighbours" in by_what:
-            detail["state_us"] = mean - by_what["model neighbours"][0]
-            detail["state_share"] = detail["state_us"] / mean
+        for row in self._beside(case, "model neighbours"):
+            detail |= {"state_us": mean - row.us, "state_share": 1 - row.us / mean}
         replays = side.what == "model replay"
         return Row(
             what=side.what,
@@ -272,25 +291,29 @@ class StepBench:
             window=case.window if replays else None,
             verify_len=case.verify_len,
             accepted=case.accepted,
-            ordinary_us=min(by_what.get("model ordinary", []), default=None) if replays else None,
-            snapshot_us=min(by_what.get("model snapshot", []), default=None) if replays else None,
+            ordinary_us=self._fastest(case, "model ordinary") if replays else None,
+            snapshot_us=self._fastest(case, "model snapshot") if replays else None,
             y_error=error,
             detail=detail,
         )
 
-    def _check(self, case: StepCase, side: Side) -> float:
-        """Largest relative error of a recurrent layer's outputs, past two flushes.
+    def _fastest(self, case: StepCase, what: str) -> float | None:
+        return min((row.us for row in self._beside(case, what)), default=None)
 
-        Compared with single tokens in fp32 states on the torch back end, on the same tokens.
+    def _check(self, case: StepCase, side: Side) -> float:
+        """Largest relative error of a recurrent layer's outputs, past two flushes, in the batch that is timed.
+
+        Some rows are compared with single tokens in fp32 states on the torch back end.
         """
         steps = 2 * len(cycle(case.window, case.verify_len, case.accepted)) + 2
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        shape = (CHECKED_ROWS, steps * case.accepted + case.verify_len)
+        shape = (case.batch, steps * case.accepted + case.verify_len)
         fed = torch.randint(vocabulary, shape, generator=self._generator).to(self.device)
         found = self._outputs(case, side, fed, steps)
-        plain = replace(case, format="fp32", window=16, verify_len=1, accepted=1)
+        plain = replace(case, batch=CHECKED_ROWS, format="fp32", window=16, verify_len=1, accepted=1)
+        fed = fed[:CHECKED_ROWS] if case.batch >= CHECKED_ROWS else fed.expand(CHECKED_ROWS, -1)
         expected = self._outputs(plain, ReplaySide(), fed, steps * case.accepted, torch_backend=True)
-        error = max(relative_error(ours, right) for ours, right in zip(found, expected, strict=True))
+        error = max(relative_error(ours, right[: len(ours)]) for ours, right in zip(found, expected, strict=True))
         limit = CHECK_LIMITS[case.format.rpartition("+")[2]]
         if not error <= limit:
             raise CheckFailed(f"outputs differ by {error:.1e} from those of single tokens, allowed {limit:.1e}")
@@ -299,9 +322,12 @@ class StepBench:
     def _outputs(
         self, case: StepCase, side: Side, fed: Tensor, steps: int, *, torch_backend: bool = False
     ) -> list[Tensor]:
-        """Per recurrent layer, y [rows, tokens, H, P] of given tokens, by steps that keep `accepted` of them."""
+        """Per recurrent layer, y [rows, tokens, H, P] of given tokens, by steps that keep `accepted` of them.
+
+        Of a large batch only the first rows.
+        """
         with _attached(self.model, side.config(case)):
-            runner = self._runner(case, side, CHECKED_ROWS, None, capture=False)
+            runner = self._runner(case, side, None, capture=False)
             sequences = runner._sequences
             if torch_backend:
                 sequences.pool.backend = "torch"
@@ -310,7 +336,7 @@ class StepBench:
 
             def recording(ordinal: int, inputs: Mapping[str, Tensor]) -> Tensor:
                 y = advance(ordinal, inputs)
-                seen[ordinal].append(y[:, : case.accepted].float())
+                seen[ordinal].append(y[:CHECKED_ROWS, : case.accepted].float())
                 return y
 
             replace_verify(sequences, recording)
@@ -320,17 +346,22 @@ class StepBench:
                 runner.advance()
         return [torch.cat(layer, 1) for layer in seen]
 
-    def _runner(self, case: StepCase, side: Side, rows: int, context: int | None, capture: bool = True) -> Scripted:
-        """A runner in the middle of a text: after a short prompt, or with a random context of some length."""
-        steps = MOST_CHECKED if context is None else self.steps + 2 * WARM_UP
-        capacity = (context or CHECKED_PROMPT) + steps * case.accepted + case.verify_len
-        runner = Scripted(self.model, capacity=capacity, width=case.verify_len, accepted=case.accepted, capture=capture)
+    def _runner(self, case: StepCase, side: Side, context: int | None, capture: bool = True) -> Scripted:
+        """A runner in the middle of a text: at a random context of some length, or None, behind a short prompt."""
+        length = CHECKED_PROMPT + MOST_CHECKED * case.accepted if context is None else context
+        runner = Scripted(
+            self.model,
+            capacity=length + case.verify_len,
+            width=case.verify_len,
+            capture=capture,
+            accepted=case.accepted,
+            grows=context is None,
+        )
         # the same prompt on every side of a case
-        prompt = list(range(3, 3 + (CHECKED_PROMPT if context is None else 1)))
-        runner.start([prompt] * rows)
+        runner.start([list(range(3, 3 + CHECKED_PROMPT))] * case.batch)
         if context is not None:
             runner.fill(context)
-        side.take(replace(case, batch=rows), runner._sequences)
+        side.take(case, runner._sequences)
         return runner
 
 

@@ -159,7 +159,7 @@ class Runner(Session):
         chosen = self._pick(self.logits)
         accepted = torch.where(self.resting, 0, self._accepted(chosen))
         self._sequences.accept(accepted)
-        self.certain.add_(accepted)
+        self._lengthen(accepted)
         self._give(chosen, accepted)
 
     def _pick(self, logits: Tensor) -> Tensor:
@@ -170,6 +170,10 @@ class Runner(Session):
         """int64 [B]: the certain token, and the drafts that are what was chosen behind their parents."""
         right = (chosen[:, :-1] == self.tokens[:, 1:]).long()
         return 1 + right.cumprod(1).sum(1)
+
+    def _lengthen(self, accepted: Tensor) -> None:
+        """Keep so many of the step's tokens."""
+        self.certain.add_(accepted)
 
     def _give(self, chosen: Tensor, accepted: Tensor) -> None:
         """Hand out the first `accepted` of the chosen tokens, up to a stop token; the last is what is fed next."""
