@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 
 from replayssm.bench.geometries import find
 from replayssm.bench.rows import Report
+from replayssm.bench.steps import fewer_layers
 from replayssm.cli.app import app
-from replayssm.planner.compare import LIMIT, differences, summary
+from replayssm.planner.compare import LIMIT, differences, step_differences, summary
 from replayssm.planner.gpus import H200
 from replayssm.planner.model import config_of, known_configs, read_fields, sizes_of
 from replayssm.planner.step import MEASURED_FORMATS, Workload, plan
@@ -40,6 +42,21 @@ def test_the_prediction_is_within_15_percent_of_every_measured_row() -> None:
     outside = {row.label: row.relative for row in found if abs(row.relative) > LIMIT}
     assert set(outside) == OUTSIDE, outside
     assert summary(found, H200.fit.source) == H200.fit
+
+
+def test_complete_steps_are_compared_with_what_was_planned() -> None:
+    """A row that says what the plan says, and one that took twice as long."""
+    (kernel, *_), name = Report.load(MEASURED).rows, "nemotron3-super-120b"
+    fields = fewer_layers(KNOWN[name], 11)
+    planned = plan(sizes_of(name, config_of(fields)), H200, "fp32", Workload(64, 2048), window=16)
+    row = replace(kernel, geometry=name, batch=64, view="model", detail={"layers": 11.0, "context": 2048.0})
+    rows = [
+        replace(row, what="model replay", us=planned.time.total, window=16),
+        replace(row, what="model ordinary", us=2 * planned.ordinary_time.total),
+        replace(row, what="model neighbours", us=1.0),
+    ]
+    found = step_differences(H200, Report(Report.load(MEASURED).conditions, None, rows))
+    assert [row.relative for row in found] == [pytest.approx(0), pytest.approx(-0.5)]
 
 
 def test_what_was_measured_is_said() -> None:

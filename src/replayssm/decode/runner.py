@@ -178,7 +178,7 @@ class Runner(Session):
     def _give(self, chosen: Tensor, accepted: Tensor) -> None:
         """Hand out the first `accepted` of the chosen tokens, up to a stop token; the last is what is fed next."""
         width = chosen.shape[1]
-        ends = torch.isin(chosen, self._stop)
+        ends = (chosen.unsqueeze(-1) == self._stop).any(-1)
         before = ends.cumsum(1) - ends.long()
         given = (torch.arange(width, device=chosen.device) < accepted.unsqueeze(1)) & (before == 0)
         self.new[:, :width] = torch.where(given, chosen, NONE)

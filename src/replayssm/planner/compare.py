@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 
 from replayssm.bench.cases import MODEL_DTYPE, Case
 from replayssm.bench.rows import Report, Row, best
+from replayssm.bench.steps import fewer_layers
 from replayssm.config import ReplayConfig
-from replayssm.planner.gpus import Fit, KernelCosts
+from replayssm.planner.gpus import Fit, Gpu, KernelCosts
 from replayssm.planner.kernels import layer_times, ordinary_us
+from replayssm.planner.model import config_of, known_configs, sizes_of
+from replayssm.planner.step import Workload, plan
 from replayssm.state.layout import StateLayout
 
 LIMIT = 0.15
@@ -33,6 +36,20 @@ class Difference:
 def differences(costs: KernelCosts, report: Report) -> list[Difference]:
     """Every row of a replay kernel, and the best ordinary and snapshot kernel of each case."""
     return [Difference(_label(row), row.us, _predicted(costs, row)) for row in _rows(report)]
+
+
+def step_differences(gpu: Gpu, report: Report) -> list[Difference]:
+    """Every row of a complete step of a known model, as `replayssm bench step` writes them."""
+    found, known = [], known_configs()
+    for row in report.rows:
+        if row.view != "model" or row.what == "model neighbours" or row.geometry not in known:
+            continue
+        fields = fewer_layers(known[row.geometry], int(row.detail["layers"]))
+        work = Workload(row.batch, int(row.detail["context"]), row.verify_len, row.accepted)
+        planned = plan(sizes_of(row.geometry, config_of(fields)), gpu, row.format, work, row.window or 16)
+        time = planned.time if row.what == "model replay" else planned.ordinary_time
+        found.append(Difference(f"{_label(row)} {row.name}, context {work.context}", row.us, time.total))
+    return found
 
 
 def summary(found: Sequence[Difference], source: str) -> Fit:
