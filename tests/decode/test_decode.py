@@ -245,7 +245,9 @@ def test_a_fault_in_attention_is_seen(fault: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             Session,
             "_forward",
-            lambda self, ids, mask, at, **more: forward(self, ids, mask, at[:, :1] + torch.arange(at.shape[1]), **more),
+            lambda self, ids, mask, at, **options: forward(
+                self, ids, mask, at[:, :1] + torch.arange(at.shape[1]), **options
+            ),
         )
     else:
         mask = Session._mask

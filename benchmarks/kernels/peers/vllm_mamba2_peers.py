@@ -24,9 +24,15 @@ class VllmMamba2(Peer):
     name = "vllm selective_state_update"
     package = "vllm"
     recurrence = "mamba2"
+    raw = True
+    """Whether dt comes before bias and softplus, as the layer has it, or after them."""
 
     def package_version(self) -> str:
         return vllm.__version__
+
+    @property
+    def dt(self) -> str:
+        return "dt_raw" if self.raw else "dt"
 
     def configs(self, case: Case) -> Sequence[Config]:
         widest = min(64, power_of_2(case.model.geometry.value_dim))
@@ -36,7 +42,7 @@ class VllmMamba2(Peer):
     def launch(self, run: PeerRun, layer: int, config: Config) -> Tensor:
         geometry = run.case.model.geometry
         H, N, P = geometry.state_shape
-        given = {name: x.flatten(0, 1) for name, x in run.inputs.of(layer, ("x", "B", "C", "dt_raw")).items()}
+        given = {name: x.flatten(0, 1) for name, x in run.inputs.of(layer, ("x", "B", "C", self.dt)).items()}
         params = run.inputs.params
         out = run.outputs[layer].flatten(0, 1)
         speculative = {}
@@ -47,13 +53,13 @@ class VllmMamba2(Peer):
             selective_state_update(
                 run.states[layer],
                 given["x"],
-                given["dt_raw"].unsqueeze(-1).expand(-1, -1, P),
+                given[self.dt].unsqueeze(-1).expand(-1, -1, P),
                 params["A"].view(H, 1, 1).expand(-1, P, N),
                 given["B"],
                 given["C"],
                 params["D"].view(H, 1).expand(-1, P),
                 params["dt_bias"].view(H, 1).expand(-1, P),
-                dt_softplus=True,
+                dt_softplus=self.raw,
                 state_batch_indices=run.indices,
                 dst_state_batch_indices=run.indices,
                 out=out,
@@ -70,6 +76,16 @@ class VllmMamba2Snapshots(VllmMamba2):
         widest = min(64, power_of_2(case.model.geometry.value_dim))
         blocks = [block for block in (4, 8, 16, 32) if block <= widest]
         return [{}, *sweep(BLOCK_SIZE_M=blocks, num_warps=(1, 2, 4))]
+
+
+class VllmMamba2Given(VllmMamba2):
+    """For layers that have computed dt already; `dt_bias` is zero."""
+
+    raw = False
+
+
+class VllmMamba2SnapshotsGiven(VllmMamba2Snapshots):
+    raw = False
 
 
 PEERS = (VllmMamba2, VllmMamba2Snapshots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from replayssm.bench.geometries import Model, find
+from replayssm.recurrences import Geometry, Recurrence
 from replayssm.state import cursor
 from replayssm.state.formats import FORMATS
 from replayssm.state.layout import Tally
@@ -28,6 +30,21 @@ class Phase:
 
     length: int
     due: bool
+
+
+def cycle(window: int, verify_len: int, accepted: int) -> list[Phase]:
+    """The steps of a row from one flush to the next in the steady state, the flushing one last."""
+    phases, length = [], accepted
+    while not cursor.due(length, verify_len, window):
+        phases.append(Phase(length, False))
+        length += accepted
+    return [*phases, Phase(length, True)]
+
+
+def io_bytes(recurrence: Recurrence, geometry: Geometry) -> int:
+    """Bytes of one layer's inputs and outputs for one token: bf16 activations, exact fields in fp32."""
+    sizes = [(math.prod(field.shape(geometry)), 2 if field.dtype == "model" else 4) for field in recurrence.inputs]
+    return 2 * geometry.heads * geometry.value_dim + sum(elements * size for elements, size in sizes)
 
 
 @dataclass(frozen=True)
@@ -84,24 +101,12 @@ class Case:
 
     @property
     def io_bytes(self) -> int:
-        """Bytes of one layer's inputs and outputs of all rows and tokens: bf16 activations, exact fields in fp32."""
-        model = self.model
-        tokens = self.batch * self.verify_len
-        total = 2 * tokens * model.geometry.heads * model.geometry.value_dim
-        for field in model.replayed.inputs:
-            elements = tokens
-            for size in field.shape(model.geometry):
-                elements *= size
-            total += elements * (2 if field.dtype == "model" else 4)
-        return total
+        """Bytes of one layer's inputs and outputs of all rows and tokens."""
+        return self.batch * self.verify_len * io_bytes(self.model.replayed, self.model.geometry)
 
     def cycle(self) -> list[Phase]:
         """The steps of a row from one flush to the next in the steady state, the flushing one last."""
-        phases, length = [], self.accepted
-        while not cursor.due(length, self.verify_len, self.window):
-            phases.append(Phase(length, False))
-            length += self.accepted
-        return [*phases, Phase(length, True)]
+        return cycle(self.window, self.verify_len, self.accepted)
 
     def tally(self) -> Tally:
         """Counts of one whole cycle of all rows."""

@@ -7,16 +7,11 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Measure kernels and decode steps on this machine's GPU.", no_args_is_help=True)
 
 USAGE_STATUS = 2
 DEFAULT_GEOMETRIES = ("nemotron3-super-120b", "qwen3.5-122b-a10b")
 DEFAULT_BATCHES = (1, 8, 64, 256)
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps `kernels` a command of its own while it is the only one."""
 
 
 @app.command()
@@ -88,6 +83,59 @@ def kernels(
         except RuntimeError as error:
             _fail(str(error))
     raise typer.Exit(1 if session.report.refusals else 0)
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Argument(help="A known model, a config.json of transformers, or a folder with one.")],
+    layers: Annotated[
+        int | None, typer.Option(help="Its first layers only, where all do not fit.", show_default="all")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", "-b", help="Rows; may be repeated.", show_default="1, 8, 64, 256")
+    ] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of a row; repeatable.", show_default="1024")] = None,
+    state_format: Annotated[
+        list[str] | None,
+        typer.Option("--format", help='"checkpoint" or "checkpoint+read copy"; repeatable.', show_default="fp32"),
+    ] = None,
+    window: Annotated[int, typer.Option(help="Window in force.")] = 16,
+    verify_len: Annotated[int, typer.Option("--verify-len", help="Tokens per step: 1 + drafts.")] = 1,
+    accepted: Annotated[
+        int | None, typer.Option(help="Tokens of each step that stay.", show_default="all but one")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to time.")] = 1000,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run whose times mean nothing.")] = "cuda",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Time the complete decode step of a model with random bf16 weights, with and without replay.
+
+    The same runner decodes with a window of 1, which reads and writes the state at every token, and without any state
+    part. Ordinary kernels of other packages take part when `benchmarks/steps/run.py` of the source tree is used.
+    """
+    from replayssm.bench.step_cli import Request, run
+
+    try:
+        report = run(
+            Request(
+                model=model,
+                layers=layers,
+                batches=tuple(batch or DEFAULT_BATCHES),
+                contexts=tuple(context or (1024,)),
+                formats=tuple(state_format or ("fp32",)),
+                window=window,
+                verify_len=verify_len,
+                accepted=max(1, verify_len - 1) if accepted is None else accepted,
+                steps=steps,
+                device=device,
+                json_out=json_out,
+            )
+        )
+    except ValueError as error:
+        _fail(str(error))
+    raise typer.Exit(1 if report.refusals else 0)
 
 
 def _fail(message: str) -> None:

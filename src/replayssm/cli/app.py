@@ -205,6 +205,49 @@ def evaluate(
         )
 
 
+@app.command("plan")
+def plan(
+    model: Annotated[str, typer.Argument(help="A known model, a config.json of transformers, or a folder with one.")],
+    gpu: Annotated[str, typer.Option(help="The GPU to predict for: h200 or h100.")] = "h200",
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", "-b", help="Sequences; may be repeated.", show_default="1, 64, 256")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 1024,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision",
+            "-p",
+            help='How the state is kept, "checkpoint" or "checkpoint+read copy"; may be repeated.',
+            show_default="fp32, bf16, fp32+fp8, fp32+nvfp4",
+        ),
+    ] = None,
+    verify_len: Annotated[
+        int, typer.Option("--verify-len", help="Tokens of a speculative step: 1 + drafts; 1 leaves it out.")
+    ] = 4,
+    accepted: Annotated[int | None, typer.Option(help="Tokens of it that stay.", show_default="all but one")] = None,
+    window: Annotated[int | None, typer.Option(help="Window to predict for.", show_default="the fastest")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")] = False,
+) -> None:
+    """Predict memory, sequences that fit, and the decode step of a model on a GPU, without having one."""
+    from replayssm.cli import plan as command
+
+    with clear_errors():
+        command.run(
+            command.Request(
+                model=model,
+                gpu=gpu,
+                batches=tuple(batch or (1, 64, 256)),
+                context=context,
+                precisions=tuple(precision or command.USUAL),
+                verify_len=verify_len,
+                accepted=max(1, verify_len - 1) if accepted is None else accepted,
+                window=window,
+                as_json=as_json,
+            )
+        )
+
+
 @app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")] = False,

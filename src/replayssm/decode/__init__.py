@@ -3,16 +3,32 @@
     drafts      what is guessed: a tree of tokens behind the last certain one
     proposers   who guesses: text that came before (`PromptLookup`), a smaller model (`DraftModel`)
     acceptance  what stays of a draft: the likeliest tokens, or the exact rejection rule of sampling
+    columns     keys and values of rows that differ in length, in memory that stays
+    attention   of few tokens on a long cache, for query heads that share keys
     session     a batch of sequences in a model, whose steps take drafts and keep a path of them
+    runner      the same for throughput: all of it on the device, a step is one CUDA graph
     loop        the loop itself, `decode`
 
 transformers is imported with this package and not with `replayssm`.
 """
 
 from replayssm.decode.acceptance import Sampling
+from replayssm.decode.attention import GROUPED
 from replayssm.decode.drafts import Draft
 from replayssm.decode.loop import Round, decode
 from replayssm.decode.proposers import DraftModel, PromptLookup, Proposer
+from replayssm.decode.runner import Runner
 from replayssm.decode.session import Session
 
-__all__ = ["Draft", "DraftModel", "PromptLookup", "Proposer", "Round", "Sampling", "Session", "decode"]
+__all__ = [
+    "GROUPED",
+    "Draft",
+    "DraftModel",
+    "PromptLookup",
+    "Proposer",
+    "Round",
+    "Runner",
+    "Sampling",
+    "Session",
+    "decode",
+]

@@ -31,7 +31,9 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
         self.temperature = temperature
         self.top_p = top_p
+        self.seed = seed
         self.random = torch.Generator().manual_seed(seed)
+        self._on: dict[torch.device, torch.Generator] = {}
 
     def distribution(self, logits: Tensor) -> Tensor:
         """What the next token is drawn from: [..., vocabulary], in fp64."""
@@ -47,6 +49,21 @@ class Sampling:
     def draw(self, chances: Tensor) -> int:
         """One token of a distribution [vocabulary]."""
         return int(torch.multinomial(chances.cpu(), 1, generator=self.random))
+
+    def random_on(self, device: torch.device) -> torch.Generator:
+        """Where chance comes from on a device: a stream of its own there."""
+        if device not in self._on:
+            self._on[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._on[device]
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """One token for each distribution of `logits` [..., vocabulary], drawn without waiting for the device.
+
+        Of independent waiting times with the rates p, the shortest is that of token i with probability p_i.
+        """
+        chances = self.distribution(logits)
+        waiting = torch.empty_like(chances).exponential_(generator=self.random_on(logits.device))
+        return (chances / waiting).argmax(-1)
 
     def happens(self, chance: float) -> bool:
         """True with this probability."""

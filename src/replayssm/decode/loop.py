@@ -11,6 +11,7 @@ from torch import Tensor
 from replayssm.decode.acceptance import Sampling, Verdict, follow, reject
 from replayssm.decode.drafts import Draft
 from replayssm.decode.proposers import Proposer
+from replayssm.decode.runner import Runner
 from replayssm.decode.session import Session
 
 
@@ -41,6 +42,8 @@ def decode(
 ) -> Iterator[Round]:
     """Continue prompts, round by round: the first is the prompts' forward, each of the others verifies drafts.
 
+    Without a proposer this is what a `Runner` does, a token in each round.
+
     The text is that of plain decoding, up to rounding; when sampling, it has the same distribution.
 
     Args:
@@ -55,10 +58,16 @@ def decode(
     Raises:
         ValueError: the model is not attached, draft_len does not fit, or the model cannot do what was asked of it.
     """
-    session = Session(model)
     if (proposer is None) != (draft_len == 0) or draft_len < 0:
         raise ValueError(f"a proposer and a draft_len of 1 or more belong together, got draft_len={draft_len}")
-    if draft_len >= session.config.verify_len and proposer is not None:
+    if proposer is None:
+        runner = Runner(model, capacity=max(map(len, prompts)) + max_new_tokens, sampling=sampling, stop=stop)
+        nothing = [0] * len(prompts)
+        for new in runner.run(prompts, max_new_tokens):
+            yield Round(new, nothing, nothing)
+        return
+    session = Session(model)
+    if draft_len >= session.config.verify_len:
         raise ValueError(
             f"draft_len {draft_len} needs forwards of {draft_len + 1} tokens, and the model was attached with "
             f"verify_len={session.config.verify_len}: attach it with ReplayConfig(verify_len={draft_len + 1}) or more"
@@ -73,7 +82,7 @@ def decode(
             return
         drafts = [Draft() for _ in rows]
         wanted = [min(row.draft_len, row.left - 1) if row.left else 0 for row in rows]
-        if proposer is not None and any(wanted):
+        if any(wanted):
             drafts = proposer.propose([row.text for row in rows], wanted)
         # a row that is done rests: it brings no token
         fed = [[row.text[-1], *draft.tokens] if row.left else [] for row, draft in zip(rows, drafts, strict=True)]

@@ -3,27 +3,30 @@
 Recurrent states and attention take drafts and rejection alike: a step writes behind what is certain, and `accept` keeps
 a path of it. The records of a path move together in the ring (`commit_path`), and its keys and values in the cache.
 
-Row i of the batch has its keys and values in the first `lengths[i]` columns of the cache, whatever the others have: a
-mask of four dimensions says which columns a token sees. A single chain needs none and gets none.
+Row i of the batch has its keys and values in the first `lengths[i]` columns of the cache, whatever the others have, and
+its new tokens go behind them (`columns`): a mask of four dimensions says which columns a token sees. A single chain
+needs none and gets none.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from replayssm.attach.transformers.attached import Attached
 from replayssm.attach.transformers.layers import attention_class
 from replayssm.attach.transformers.sequences import Sequences
 from replayssm.attach.transformers.speculation import MARK
+from replayssm.decode.attention import GROUPED
+from replayssm.decode.columns import Columns, Ragged, ragged_cache
 from replayssm.flow.algebra import lineage
 
-MASKED_BY = ("eager", "sdpa")
+MASKED_BY = ("eager", "sdpa", GROUPED)
 """Attention implementations that take a mask of four dimensions."""
 CACHED = (("keys", 2), ("values", 2), ("indexer_keys", 1))
 """Tensors of a layer of the cache with one column per token, and the dim of the columns."""
@@ -34,15 +37,17 @@ class Session:
 
     Args:
         model: a model with `replayssm.attach`.
+        capacity: tokens that the cache has room for at once; it grows when a row has more.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, capacity: int = 0) -> None:
         handle = vars(model).get(MARK)
         if not isinstance(handle, Attached):
             raise ValueError(f"this {type(model).__name__} is not attached: call replayssm.attach(model) first")
         self.model = model
         self.config = handle.config
-        self.cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        self.columns = Columns(capacity)
+        self.cache = ragged_cache(model.config.get_text_config(decoder=True), self.columns)
         self.lengths: list[int] = []
         """Certain tokens of each row."""
         self._recurrent = handle.layers[0].index
@@ -52,17 +57,32 @@ class Session:
         self._cache_name = next(name for name in names if name in self._parameters)
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Start with these prompts, which may differ in length; logits [B, vocabulary] behind each."""
+    def prefill(self, prompts: Sequence[Sequence[int]], chunk: int | None = None) -> Tensor:
+        """Start with these prompts, which may differ in length; logits [B, vocabulary] behind each.
+
+        Args:
+            prompts: token ids.
+            chunk: most tokens of a row in one forward, which bounds the memory of activations; None for all of them.
+        """
         longest = max(map(len, prompts))
         if not min(map(len, prompts)):
             raise ValueError("a prompt needs at least one token")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {chunk}")
         self._refuse_unless_alike(len(prompts) > 1)
         padding = [longest - len(prompt) for prompt in prompts]
         ids = self._ids([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
         mask = torch.arange(longest, device=ids.device) >= torch.tensor(padding, device=ids.device).unsqueeze(1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(ids, mask.long() if any(padding) else None, positions, last_only=True)[:, -1]
+        forwards = 1 if chunk is None else -(-longest // chunk)
+        # of equal size, so that none is as short as a draft
+        ends = [longest * (number + 1) // forwards for number in range(forwards)]
+        logits = ids.new_empty(0)
+        for begin, end in pairwise([0, *ends]):
+            part = slice(begin, end)
+            self.columns.place(torch.arange(begin, end, device=ids.device).expand(len(ids), -1), end)
+            seen = mask[:, :end].long() if any(padding) else None
+            logits = self._forward(ids[:, part], seen, positions[:, part], last_only=True)[:, -1]
         self.lengths = [0] * len(prompts)
         self._keep([range(pad, longest) for pad in padding])
         return logits
@@ -76,6 +96,7 @@ class Session:
             parents: for trees, the token of its row that each one follows, -1 for what is certain; by default they
                 follow each other.
         """
+        sequences = self._sequences
         counts = [len(row) for row in tokens]
         width = max(counts)
         chains = [list(range(-1, count - 1)) for count in counts]
@@ -87,19 +108,19 @@ class Session:
         ids = self._ids([[*row, *[0] * (width - len(row))] for row in tokens])
         descends = lineage(torch.tensor(padded, device=ids.device))
         lengths = torch.tensor(self.lengths, device=ids.device).unsqueeze(1)
+        self.columns.place(lengths + torch.arange(width, device=ids.device), max(self.lengths) + width)
         positions = lengths + descends.sum(2) - 1
         mask = self._mask(descends, lengths) if self._attends and (len(counts) > 1 or is_tree) else None
-        self._sequences.expect(counts, padded if is_tree else None)
+        sequences.expect(counts, padded if is_tree else None)
         return self._forward(ids, mask, positions)
 
     def accept(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep a path of each row's last tokens, each the parent of the next; the others never were."""
         self._sequences.accept_paths(paths)
-        certain = max(self.lengths)
-        self._keep([[certain + place for place in path] for path in paths])
+        self._keep([[length + place for place in path] for length, path in zip(self.lengths, paths, strict=True)])
 
     def _keep(self, columns: Sequence[Sequence[int]]) -> None:
-        """Move some columns of each row behind its certain ones, and cut off what no row needs."""
+        """Move some columns of each row behind its certain ones."""
         moves = [
             (row, column, length + place)
             for row, (length, chosen) in enumerate(zip(self.lengths, columns, strict=True))
@@ -117,7 +138,8 @@ class Session:
                     rows, sources, targets = torch.tensor(moves, device=held.device).unbind(1)
                     # all are read before one is written: one may move to where another came from
                     by_column[rows, targets] = by_column[rows, sources]
-                setattr(layer, name, held.narrow(dim, 0, max(self.lengths)))
+                if not isinstance(layer, Ragged):  # the next forward would append behind what was rejected
+                    setattr(layer, name, held.narrow(dim, 0, max(self.lengths)))
 
     @property
     def _attends(self) -> bool:
@@ -131,9 +153,16 @@ class Session:
         return held.sequences
 
     def _mask(self, descends: Tensor, lengths: Tensor) -> Tensor:
-        """What is added to attention scores [B, 1, T, columns + T]: 0 where a token sees a column, else the least."""
-        certain = torch.arange(max(self.lengths), device=lengths.device) < lengths
-        sees = torch.cat([certain.unsqueeze(1).expand(-1, descends.shape[1], -1), descends], 2)
+        """What is added to attention scores [B, 1, T, columns]: 0 where a token sees a column, else the least.
+
+        Args:
+            descends: bool [B, T, T], which new tokens a new token comes after.
+            lengths: int64 [B, 1], certain tokens of each row; the new ones are behind them.
+        """
+        tokens = descends.shape[1]
+        behind = torch.arange(self.columns.read, device=lengths.device) - lengths
+        new = descends.gather(2, behind.clamp(0, tokens - 1).unsqueeze(1).expand(-1, tokens, -1))
+        sees = (behind < 0).unsqueeze(1) | (new & (behind < tokens).unsqueeze(1))
         dtype = self.model.dtype
         hidden = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(~sees, torch.finfo(dtype).min)
         return hidden.unsqueeze(1)
@@ -156,7 +185,7 @@ class Session:
         family = self.model.config.model_type
         for layer in self.cache.layers:
             attention = attention_class(type(layer))
-            if attention not in (None, DynamicLayer):
+            if attention is not None and not isinstance(layer, Ragged):
                 raise ValueError(
                     f"{family} selects keys by their place in the cache ({attention.__name__}), which branches and "
                     "rows of different lengths do not share: decode one sequence at a time, with chains of drafts"

@@ -78,7 +78,7 @@ class Sequences:
         self.has_state = {0: False}
         self.pending = 0
         """Tokens of the last step that a crop can still take back."""
-        self.expected: tuple[Sequence[int], Sequence[Sequence[int]] | None] | None = None
+        self.expected: tuple[Sequence[int] | Tensor, Sequence[Sequence[int]] | None] | None = None
         """Tokens and parents of the next forward, where somebody has said so."""
         self.step: flow.Step | None = None
         self.prompt: flow.Step | None = None
@@ -266,11 +266,11 @@ class Sequences:
 
     # ---- between forwards
 
-    def expect(self, tokens: Sequence[int], parents: Sequence[Sequence[int]] | None) -> None:
+    def expect(self, tokens: Sequence[int] | Tensor, parents: Sequence[Sequence[int]] | None) -> None:
         """Say that the next forward goes to the ring, with so many tokens in each row.
 
         Args:
-            tokens: new tokens of each row, 0..verify_len; what the forward brings beyond them is padding.
+            tokens: new tokens of each row [B], 0..verify_len; what the forward brings beyond them is padding.
             parents: of each row's tokens, as `open_step` takes them; None for chains.
         """
         self.expected = (tokens, parents)
@@ -282,8 +282,8 @@ class Sequences:
         flow.commit_path(self.pool, self.rows, paths)
         self.pending = 0
 
-    def accept(self, tokens: int) -> None:
-        """Make the first `tokens` of the pending ones real."""
+    def accept(self, tokens: int | Tensor) -> None:
+        """Make the first `tokens` of the pending ones real, the same number in every row or [B]."""
         if self.pending:
             assert self.rows is not None
             flow.commit(self.pool, self.rows, tokens)

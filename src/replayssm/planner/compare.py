@@ -1,0 +1,94 @@
+"""Predicted layer times beside the measured rows of `replayssm bench` and `benchmarks/kernels`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from replayssm.bench.cases import MODEL_DTYPE, Case
+from replayssm.bench.rows import Report, Row, best
+from replayssm.bench.steps import fewer_layers
+from replayssm.config import ReplayConfig
+from replayssm.planner.gpus import Fit, Gpu, KernelCosts
+from replayssm.planner.kernels import layer_times, ordinary_us
+from replayssm.planner.model import config_of, known_configs, sizes_of
+from replayssm.planner.step import Workload, plan
+from replayssm.state.layout import StateLayout
+
+LIMIT = 0.15
+"""What a prediction may be off."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One row: which, what was measured, what is predicted."""
+
+    label: str
+    measured_us: float
+    predicted_us: float
+
+    @property
+    def relative(self) -> float:
+        return self.predicted_us / self.measured_us - 1
+
+
+def differences(costs: KernelCosts, report: Report) -> list[Difference]:
+    """Every row of a replay kernel, and the best ordinary and snapshot kernel of each case."""
+    return [Difference(_label(row), row.us, _predicted(costs, row)) for row in _rows(report)]
+
+
+def step_differences(gpu: Gpu, report: Report) -> list[Difference]:
+    """Every row of a complete step of a known model, as `replayssm bench step` writes them."""
+    found, known = [], known_configs()
+    for row in report.rows:
+        if row.view != "model" or row.what == "model neighbours" or row.geometry not in known:
+            continue
+        fields = fewer_layers(known[row.geometry], int(row.detail["layers"]))
+        work = Workload(row.batch, int(row.detail["context"]), row.verify_len, row.accepted)
+        planned = plan(sizes_of(row.geometry, config_of(fields)), gpu, row.format, work, row.window or 16)
+        time = planned.time if row.what == "model replay" else planned.ordinary_time
+        found.append(Difference(f"{_label(row)} {row.name}, context {work.context}", row.us, time.total))
+    return found
+
+
+def summary(found: Sequence[Difference], source: str) -> Fit:
+    """How far all of them are off."""
+    sizes = [abs(row.relative) for row in found]
+    beyond = sum(size > LIMIT for size in sizes)
+    return Fit(len(found), round(statistics.median(sizes), 3), round(max(sizes), 3), beyond, source)
+
+
+def _rows(report: Report) -> Iterator[Row]:
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in report.rows:
+        # an in-force window other than the case's is a choice that the prediction does not make
+        if row.what in ("replay", "steps") and "window_in_force" not in row.detail:
+            yield row
+        elif row.what in ("ordinary", "snapshot"):
+            groups.setdefault((row.what, row.geometry, row.batch, row.format, row.verify_len), []).append(row)
+    for rows in groups.values():
+        fastest = best(rows)
+        assert fastest is not None
+        yield fastest
+
+
+def _predicted(costs: KernelCosts, row: Row) -> float:
+    case = Case(row.geometry, row.batch, row.format, row.window or 16, row.verify_len, row.accepted)
+    config = ReplayConfig(
+        window=case.window,
+        verify_len=case.verify_len,
+        checkpoint_format=case.checkpoint_format,
+        read_format=case.read_format,
+    )
+    geometry = replace(case.model.geometry, conv_channels=0)
+    layout = StateLayout(case.model.replayed, geometry, config, MODEL_DTYPE)
+    if row.what in ("ordinary", "snapshot"):
+        return ordinary_us(costs, layout, case.batch, case.verify_len)
+    times = layer_times(costs, layout, case.batch, case.accepted)
+    return float(getattr(times, "staggered" if row.view == "live" else row.view))
+
+
+def _label(row: Row) -> str:
+    steps = f" T={row.verify_len} a={row.accepted}" if row.verify_len > 1 else ""
+    return f"{row.geometry} B={row.batch} {row.format} {row.what} {row.view}{steps}"
