@@ -140,6 +140,10 @@ def test_what_is_no_path() -> None:
         (lambda: flow.commit_path(pool, [slot], [[0, 1, 3, 4]]), "has 4 pending rows"),
         (lambda: flow.commit_path(pool, [slot], torch.tensor([[0, -1, 3]])), "path .0, -1, 3. for slot"),
         (lambda: flow.commit_path(pool, [slot], [[0], [0]]), "one list for each of 1 slots"),
+        (
+            lambda: flow.commit_path(pool, [slot], torch.tensor([[0.9, 1.0]])),
+            "paths must be integers, got torch.float32",
+        ),
         (lambda: flow.commit(pool, [slot], 3), "row 2 follows row 0, not row 1; accept a path .* with commit_path"),
     ]
     for verb, message in refused:

@@ -117,6 +117,12 @@ def test_stochastic_rounding_follows_the_request(checkpoint: str) -> None:
     assert int(pool.gather(torch.tensor([a])).cursor.seed[0]) == 5
 
 
+def test_any_integer_is_a_seed() -> None:
+    pool, _ = pool_of("mamba2", "fp16", None, rounding="stochastic")
+    slots = [pool.acquire(seed=seed) for seed in (2**64 - 1, -1, 2**63)]
+    assert pool.cursor.seed[slots].tolist() == [-1, -1, -(2**63)]
+
+
 def test_each_layer_and_flush_draws_anew() -> None:
     """Without decay or input a state would otherwise be rounded the same way again and again."""
     pool, _ = pool_of("mamba2", "fp16", None, rounding="stochastic")

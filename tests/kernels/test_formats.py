@@ -116,7 +116,7 @@ def test_what_is_written_is_what_the_format_says(name: str, native: bool, keys: 
 @pytest.mark.parametrize("name", list(TRITON_FORMATS))
 def test_a_nan_stays_in_its_column_and_is_read(name: str) -> None:
     x, parts = state(0, 64), parts_of(name, 64)
-    x[0, 1, 7, 5] = torch.nan
+    x[0, 1, 7, 5], x[0, 1, 9, 5] = torch.nan, 1.5 * LARGEST_SCALED
     x, constants = x.to(DEVICE), format_constants(name, 64)
     saturated = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     write_kernel[(H, 2)](
@@ -127,6 +127,7 @@ def test_a_nan_stays_in_its_column_and_is_read(name: str) -> None:
     read = FORMATS[name].decode({suffix: part[1:] for suffix, part in parts.items()}, torch.float32)
     assert read[0, 1, :, 5].isnan().all()
     assert int(read.isnan().sum()) == 64
+    assert saturated.tolist() == [0, int(FORMATS[name].saturated(x))]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

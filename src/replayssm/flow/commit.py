@@ -55,7 +55,10 @@ def commit_path(pool: StatePool, slots: Sequence[int] | Tensor, paths: Sequence[
         ValueError: a path is no such chain (paths on a device are trusted: the host does not wait for them).
     """
     index = batch_of(pool, slots)
-    path = paths.long() if isinstance(paths, Tensor) else _padded(paths, pool.device)
+    path = paths if isinstance(paths, Tensor) else _padded(paths, pool.device)
+    if path.is_floating_point():
+        raise ValueError(f"paths must be integers, got {path.dtype}")
+    path = path.long().contiguous()
     if path.dim() != 2 or len(path) != len(index):
         raise ValueError(f"paths must be one list for each of {len(index)} slots, or [B, D], got {list(path.shape)}")
     count = (path >= 0).sum(1)

@@ -167,7 +167,8 @@ def round_copy(
         amax = larger(amax, tl.abs(x))
     amax = tl.reduce(tl.reshape(amax, [inside, BLOCKS, p.shape[0]]), 0, larger)
     whole = tl.reduce(amax, 0, larger)
-    if tl.max(whole, 0) > LARGEST:  # almost never, so that nothing else has to count
+    unusual = (whole > LARGEST) | (whole != whole)  # a NaN hides what is too large beside it
+    if tl.max(unusual.to(tl.int32), 0) > 0:  # almost never, so that nothing else has to count
         over = tl.zeros([WORDS, p.shape[0]], tl.int64)
         for c in tl.static_range(CODES):
             over += (tl.abs(tiles[c]) > LARGEST).to(tl.int64)

@@ -208,13 +208,13 @@ class StatePool:
 
         Args:
             slot: a live slot.
-            seed: of the request that takes it, any int64: the same seed and tokens round to the same checkpoints.
+            seed: of the request that takes it, modulo 2^64: the same seed and tokens round to the same checkpoints.
         """
         self.slots.require_live(slot, allow_broken=True)
         window = self.config.window
         if self.config.stagger:
             window = first_window(self.slots.turns - 1, window, self.config.verify_len)
-        self.cursor.set(slot, start=0, length=0, position=0, pending=0, window=window, saturated=0, seed=seed)
+        self.cursor.set(slot, start=0, length=0, position=0, pending=0, window=window, saturated=0, seed=_wrapped(seed))
         self.slots.mend(slot)
 
     def release(self, slot: int) -> None:
@@ -363,6 +363,11 @@ def _require_names(kind: str, given: Mapping[str, Tensor], expected: Sequence[st
             + (f"; missing: {missing}" if missing else "")
             + (f"; unknown: {unknown}" if unknown else "")
         )
+
+
+def _wrapped(seed: int) -> int:
+    """The int64 of the same bits."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 __all__ = ["PAD_SLOT", "LayerState", "SaturationWarning", "StatePool"]
