@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from replayssm import models
+from replayssm import ReplayConfig, models
 from replayssm.evaluate.forward import logits_of, replayed_forward
 from replayssm.evaluate.measure import BINS, Question, answer, evaluate, read_questions
 from replayssm.evaluate.precision import Precision
@@ -87,6 +87,16 @@ def test_figures(family: str) -> None:
     kl = (direct[0].exp() * (direct[0] - direct[1])).sum(-1).mean()
     assert rows["nvfp4"].kl == pytest.approx(float(kl), rel=1e-4)
     assert json.loads(json.dumps(found.as_json()))["tokens"] == 300
+
+
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_bytes_are_those_of_plain_decoding(family: str) -> None:
+    """Evaluation takes many tokens in a step, for which its own rings are larger."""
+    model, ids = built(family), prompt(20)
+    for row in evaluate(model, ids, ("fp32+nvfp4", "fp16")).rows:
+        with attached(model, **vars(ReplayConfig.of(row.precision))) as handle:
+            pool = handle.allocate(1, torch.float32, ids.device)
+        assert row.slot_bytes == sum(layer.layout.slot_bytes for layer in pool.layers)
 
 
 @pytest.mark.parametrize("family", ONE_EACH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Row:
         perplexity: exp of the mean negative log-likelihood of the text.
         agreement: share of positions where both have the same likeliest token.
         state_error: relative error of the states at the end, mean over layers.
-        slot_bytes: state, ring and carry of one sequence, all recurrent layers.
+        slot_bytes: state, ring and carry of one sequence in plain decoding, all recurrent layers.
         kl_by_position, agreement_by_position: means over equal stretches of the text.
         state_error_by_position: after equal stretches of the text, mean over layers.
     """
@@ -114,7 +114,7 @@ def evaluate(
             math.exp(float(loss[i])),
             float(agreement[i].mean()),
             float(states[i, -1]),
-            _slot_bytes(model, config),
+            slot_bytes(model, config),
             kl_by_position[i].tolist(),
             agreement_by_position[i].tolist(),
             states_by_position[i].tolist(),
@@ -126,9 +126,15 @@ def evaluate(
     return Evaluation(tokens, sequences, window, stretch, state_stretch, half_lives, memories, rows)
 
 
-def _slot_bytes(model: Any, config: ReplayConfig) -> int:
+def slot_bytes(model: Any, config: ReplayConfig) -> int:
+    """State, ring and carry of one sequence in plain decoding, a token a step, all recurrent layers.
+
+    Raises:
+        ValueError: a format that cannot hold the model's states.
+    """
+    plain = replace(config, verify_len=1)
     return sum(
-        StateLayout(layer.recurrence, layer.geometry, config, dtype_of(layer.mixer)).slot_bytes
+        StateLayout(layer.recurrence, layer.geometry, plain, dtype_of(layer.mixer)).slot_bytes
         for layer in find_layers(model)
     )
 
