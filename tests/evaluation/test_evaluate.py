@@ -187,6 +187,15 @@ def test_answers_are_the_likeliest_choices() -> None:
     [
         ("nonsense", 'line 2 of .* is no {"question"'),
         ('{"question": "a", "choices": ["b"]}', 'line 2 of .* is no {"question"'),
+        ('["a", "b"]', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": "bc", "answer": 1}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", 2], "answer": 1}', 'line 2 of .* is no {"question"'),
+        ('{"question": 1, "choices": ["b", "c"], "answer": 1}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 1.7}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", "c"], "answer": true}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 1e999}', 'line 2 of .* is no {"question"'),
+        ('{"question": "", "choices": ["b", "c"], "answer": 1}', "line 2 of .*: .* is empty"),
+        ('{"question": "a", "choices": ["", "c"], "answer": 1}', "line 2 of .*: .* is empty"),
         ('{"question": "a", "choices": ["b"], "answer": 1}', "line 2 of .*: answer 1 is no index of 1 choices"),
     ],
 )
@@ -200,6 +209,19 @@ def test_a_file_that_is_no_list_of_questions_is_refused(line: str, message: str,
     assert read_questions(path) == [Question("a", ("b", "c"), 1)]
     path.write_text("")
     with pytest.raises(ValueError, match="has no questions"):
+        read_questions(path)
+
+
+def test_questions_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "a\u2028b\x85", "choices": ["c", "d"], "answer": 0}\n', encoding="utf-8")
+    assert read_questions(path) == [Question("a\u2028b\x85", ("c", "d"), 0)]
+
+
+def test_questions_that_are_not_utf_8_are_refused_with_their_path(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"questions\.jsonl is not UTF-8 text"):
         read_questions(path)
 
 

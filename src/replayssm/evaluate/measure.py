@@ -178,27 +178,33 @@ def read_questions(path: Path) -> list[Question]:
     """Questions of a JSONL file: {"question": text, "choices": [texts], "answer": index} a line.
 
     Raises:
-        ValueError: a line is no such object; the message has its number.
+        ValueError: the file is not UTF-8 text, or a line is no such object; the message has its number.
     """
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            question = Question(str(entry["question"]), tuple(map(str, entry["choices"])), int(entry["answer"]))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f'line {number} of {path} is no {{"question": text, "choices": [texts], "answer": index}}'
-            ) from None
-        if not 0 <= question.answer < len(question.choices):
-            raise ValueError(
-                f"line {number} of {path}: answer {question.answer} is no index of {len(question.choices)} choices"
-            )
-        found.append(question)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+    lines = text.split("\n")  # splitlines() would split at U+2028 too, which JSON has inside its strings
+    found = [_question(line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ValueError(f"{path} has no questions")
     return found
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        entry = json.loads(line)
+        text, choices, index = entry["question"], entry["choices"], entry["answer"]
+    except (ValueError, KeyError, TypeError):
+        text = choices = index = None
+    of_kind = isinstance(text, str) and isinstance(choices, list) and type(index) is int  # which True is not
+    if not (of_kind and all(isinstance(choice, str) for choice in choices)):
+        raise ValueError(f'{where} is no {{"question": text, "choices": [texts], "answer": index}}')
+    if not (text and all(choices)):
+        raise ValueError(f"{where}: the question or one of its choices is empty")
+    if not 0 <= index < len(choices):
+        raise ValueError(f"{where}: answer {index} is no index of {len(choices)} choices")
+    return Question(text, tuple(choices), index)
 
 
 @dataclass(frozen=True)
