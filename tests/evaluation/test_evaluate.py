@@ -233,6 +233,6 @@ def test_names_of_precisions() -> None:
     assert (config.checkpoint_format, config.read_format, config.rounding) == ("fp8", "nvfp4", "stochastic")
     assert (config.window, config.verify_len) == (48, 16)
     assert Precision("nvfp4").config(3).verify_len == 3
-    for name in ("fp99", "fp32+", "nvfp4+nvfp4", "fp32-stochastic"):
-        with pytest.raises(ValueError, match=r"must be one of|too coarse|not rounded"):
+    for name in ("fp99", "fp32+", "nvfp4+nvfp4", "fp32-stochastic", "fp64", "fp64+nvfp4"):
+        with pytest.raises(ValueError, match=r"must be one of|too coarse|not rounded|for verification"):
             Precision(name).config(16)

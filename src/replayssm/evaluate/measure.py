@@ -207,6 +207,19 @@ def _question(line: str, where: str) -> Question:
     return Question(text, tuple(choices), index)
 
 
+def encode(tokenizer: Any, question: Question) -> tuple[list[int], list[list[int]]]:
+    """Tokens of the question, and of each of its choices by itself.
+
+    Raises:
+        ValueError: one of these texts has no token.
+    """
+    start = tokenizer(question.text)["input_ids"]
+    ends = [tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in question.choices]
+    if not start or not all(ends):
+        raise ValueError(f"a question and each of its choices need at least one token: {question.text[:60]!r}")
+    return start, ends
+
+
 @dataclass(frozen=True)
 class Answers:
     """Share of questions answered right in one precision.
@@ -264,10 +277,7 @@ def _scores(
     model: Any, tokenizer: Any, question: Question, configs: Sequence[ReplayConfig], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Log-likelihood of each choice, and per token: [settings, choices] each."""
-    start = tokenizer(question.text)["input_ids"]
-    ends = [tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in question.choices]
-    if not start or not all(ends):
-        raise ValueError(f"a question and each of its choices need at least one token: {question.text[:60]!r}")
+    start, ends = encode(tokenizer, question)
     longest = max(map(len, ends))
     ids = torch.tensor([start + end + [0] * (longest - len(end)) for end in ends], device=device)
     hidden = replayed_forward(model, ids, configs).hidden[:, :, len(start) - 1 : -1]
