@@ -15,6 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from typer.testing import CliRunner
 
 from replayssm import __version__, models, supported_families
+from replayssm.cli import evaluate as evaluating
 from replayssm.cli import generate as generating
 from replayssm.cli.app import app
 
@@ -44,6 +45,10 @@ def redraw(model: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("checkpoint") / "tiny-hybrid")
+
+
+def save_hybrid(folder: Path, key_dim: int = 16) -> Path:
     """A tiny hybrid model with its tokenizer, saved as a user would save one."""
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
@@ -55,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        linear_key_head_dim=16,
+        linear_key_head_dim=key_dim,
         linear_value_head_dim=16,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -65,7 +70,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model = Qwen3_5ForCausalLM(config)
     redraw(model)
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-hybrid"
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -269,13 +273,18 @@ def test_a_checkpoint_that_lacks_weights_is_refused(checkpoint: Path, tmp_path: 
 
 
 def test_the_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    message = refusal(PROMPT, "-m", with_a_word_more(checkpoint, tmp_path))
+    assert "belongs to another model: it gives token 257, and the model has 257" in message
+
+
+def with_a_word_more(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint with a tokenizer that knows a word that the model does not."""
     for file in checkpoint.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+        (folder / file.name).write_bytes(file.read_bytes())
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["ring"])
-    tokenizer.save_pretrained(tmp_path)
-    message = refusal(PROMPT, "-m", tmp_path)
-    assert "belongs to another model: it gives token 257, and the model has 257" in message
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -367,10 +376,14 @@ def test_eval_answers_questions(checkpoint: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "There is nothing to evaluate"),
-        (["nowhere.txt"], "nowhere.txt cannot be read as UTF-8 text"),
-        (["--questions", "nowhere.jsonl"], "No such file"),
+        (["nowhere.txt"], "There is no file nowhere.txt; check the path[.]$"),
+        (["--questions", "nowhere.jsonl"], "There is no file nowhere.jsonl; check the path[.]$"),
+        (["."], "The file [.] cannot be read: Is a directory[.]$"),
         (["pyproject.toml", "-p", "fp5"], "--precision fp5: checkpoint_format must be one of"),
         (["pyproject.toml", "-p", "nvfp4+nvfp4"], "--precision nvfp4.nvfp4: .* too coarse to drive the recurrence"),
+        (["pyproject.toml", "-p", "fp64"], "--precision fp64: a checkpoint in fp64 is for verification"),
+        (["pyproject.toml", "-p", "fp64+nvfp4"], "--precision fp64.nvfp4: a checkpoint in fp64 is for verification"),
+        (["pyproject.toml", "--window", 0], "Error: --window must be in 1..64, got 0[.]$"),
         (["pyproject.toml", "--tokens", 1], "--tokens must be at least 2"),
         (["pyproject.toml", "--tokens", 10**6], "asked for; lower --tokens or --sequences, or take a longer text"),
         (["--questions", "q", "--plot", "p.png"], "--plot draws what a text gives"),
@@ -382,6 +395,62 @@ def test_eval_says_what_is_wrong(arguments: list[Any], message: str, checkpoint:
     result = invoke("eval", *arguments, "-m", checkpoint, "--device", "cpu")
     assert result.exit_code == 2
     assert re.search(message, " ".join(result.stderr.split())), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--json", "absent/out.json", "there is no folder .*absent; make it first"),
+        ("--plot", "absent/out.png", "there is no folder .*absent; make it first"),
+        ("--json", ".", "this is a folder; name a file"),
+        ("--plot", "out.abacus", "the name of an image ends in one of .*[.]png"),
+    ],
+)
+def test_eval_looks_at_its_outputs_before_it_runs(
+    option: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(evaluating, "load", None)
+    refused = eval_refusal(Path(__file__), option, tmp_path / name)
+    assert re.match(f"Error: {option} ", refused)
+    assert re.search(message, refused)
+
+
+def test_eval_refuses_formats_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    folder = save_hybrid(tmp_path, key_dim=24)
+    message = eval_refusal(Path(__file__), "-m", folder, "--tokens", 40)
+    assert "--precision nvfp4 does not fit this model: nvfp4 keeps key rows in blocks of 16, and key_dim 24" in message
+    assert invoke("eval", Path(__file__), "-m", folder, "--tokens", 40, "-p", "fp16", "--device", "cpu").exit_code == 0
+
+
+def test_eval_refuses_the_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_a_word_more(checkpoint, tmp_path)
+    text, questions = tmp_path / "text.txt", tmp_path / "questions.jsonl"
+    text.write_text(PROMPT)
+    questions.write_text(json.dumps({"question": "a", "choices": ["b", "ring"], "answer": 0}))
+    for arguments in ([text, "--tokens", 16], ["--questions", questions]):
+        message = eval_refusal(*arguments, "-m", folder)
+        assert "belongs to another model: it gives token 257, and the model has 257" in message
+
+
+def test_eval_refuses_questions_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    for content, message in (
+        (b'{"question": "", "choices": ["a"], "answer": 0}', f"line 1 of {path}: the question or one of"),
+        (b'{"question": "a", "choices": ["b"], "answer": 1e999}', f"line 1 of {path} is no "),
+        (b"\xff", f"{path} is not UTF-8 text"),
+    ):
+        path.write_bytes(content)
+        assert message in eval_refusal("--questions", path)
+
+
+def eval_refusal(*arguments: Any) -> str:
+    """The one sentence that a mistaken call gets."""
+    result = invoke("eval", *arguments, "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.strip().splitlines()
+    assert re.fullmatch(r"Error: .+[.]", line)
+    return line
 
 
 # info and the rest

@@ -184,6 +184,12 @@ def test_storage_of_a_caller() -> None:
         LayerState.in_pages(layout, torch.zeros(2, 64, dtype=torch.uint8))
     with pytest.raises(ValueError, match="pages must be uint8"):
         LayerState.in_pages(layout, torch.zeros(2, layout.page_bytes))
+    storage = torch.zeros(2 * layout.page_bytes + 8, dtype=torch.uint8)
+    shape = (2, layout.page_bytes)
+    with pytest.raises(ValueError, match="a first page 3 bytes behind a multiple"):
+        LayerState.in_pages(layout, storage.as_strided(shape, (shape[1], 1), 3))
+    with pytest.raises(ValueError, match=f"a stride of {shape[1] + 4} bytes and a first page 0 bytes behind"):
+        LayerState.in_pages(layout, storage.as_strided(shape, (shape[1] + 4, 1), 0))
     with pytest.raises(ValueError, match="a pool needs at least one layer"):
         StatePool([])
     other = StateLayout(layout.recurrence, GEOMETRY, ReplayConfig(window=5), torch.float32)

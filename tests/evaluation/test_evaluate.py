@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from replayssm import models
+from replayssm import ReplayConfig, models
 from replayssm.evaluate.forward import logits_of, replayed_forward
 from replayssm.evaluate.measure import BINS, Question, answer, evaluate, read_questions
 from replayssm.evaluate.precision import Precision
@@ -87,6 +87,16 @@ def test_figures(family: str) -> None:
     kl = (direct[0].exp() * (direct[0] - direct[1])).sum(-1).mean()
     assert rows["nvfp4"].kl == pytest.approx(float(kl), rel=1e-4)
     assert json.loads(json.dumps(found.as_json()))["tokens"] == 300
+
+
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_bytes_are_those_of_plain_decoding(family: str) -> None:
+    """Evaluation takes many tokens in a step, for which its own rings are larger."""
+    model, ids = built(family), prompt(20)
+    for row in evaluate(model, ids, ("fp32+nvfp4", "fp16")).rows:
+        with attached(model, **vars(ReplayConfig.of(row.precision))) as handle:
+            pool = handle.allocate(1, torch.float32, ids.device)
+        assert row.slot_bytes == sum(layer.layout.slot_bytes for layer in pool.layers)
 
 
 @pytest.mark.parametrize("family", ONE_EACH)
@@ -177,6 +187,15 @@ def test_answers_are_the_likeliest_choices() -> None:
     [
         ("nonsense", 'line 2 of .* is no {"question"'),
         ('{"question": "a", "choices": ["b"]}', 'line 2 of .* is no {"question"'),
+        ('["a", "b"]', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": "bc", "answer": 1}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", 2], "answer": 1}', 'line 2 of .* is no {"question"'),
+        ('{"question": 1, "choices": ["b", "c"], "answer": 1}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 1.7}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", "c"], "answer": true}', 'line 2 of .* is no {"question"'),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 1e999}', 'line 2 of .* is no {"question"'),
+        ('{"question": "", "choices": ["b", "c"], "answer": 1}', "line 2 of .*: .* is empty"),
+        ('{"question": "a", "choices": ["", "c"], "answer": 1}', "line 2 of .*: .* is empty"),
         ('{"question": "a", "choices": ["b"], "answer": 1}', "line 2 of .*: answer 1 is no index of 1 choices"),
     ],
 )
@@ -193,6 +212,19 @@ def test_a_file_that_is_no_list_of_questions_is_refused(line: str, message: str,
         read_questions(path)
 
 
+def test_questions_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "a\u2028b\x85", "choices": ["c", "d"], "answer": 0}\n', encoding="utf-8")
+    assert read_questions(path) == [Question("a\u2028b\x85", ("c", "d"), 0)]
+
+
+def test_questions_that_are_not_utf_8_are_refused_with_their_path(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"questions\.jsonl is not UTF-8 text"):
+        read_questions(path)
+
+
 # ---- names
 
 
@@ -201,6 +233,6 @@ def test_names_of_precisions() -> None:
     assert (config.checkpoint_format, config.read_format, config.rounding) == ("fp8", "nvfp4", "stochastic")
     assert (config.window, config.verify_len) == (48, 16)
     assert Precision("nvfp4").config(3).verify_len == 3
-    for name in ("fp99", "fp32+", "nvfp4+nvfp4", "fp32-stochastic"):
-        with pytest.raises(ValueError, match=r"must be one of|too coarse|not rounded"):
+    for name in ("fp99", "fp32+", "nvfp4+nvfp4", "fp32-stochastic", "fp64", "fp64+nvfp4"):
+        with pytest.raises(ValueError, match=r"must be one of|too coarse|not rounded|for verification"):
             Precision(name).config(16)

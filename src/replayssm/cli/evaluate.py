@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from rich.progress import Progress
 
 from replayssm import __version__
 from replayssm.cli.errors import CliError, first_line
-from replayssm.cli.generate import load, out_of_memory_is_an_error
-from replayssm.evaluate.precision import Precision
+from replayssm.cli.generate import _check_tokens, load, out_of_memory_is_an_error
+from replayssm.config import MAX_WINDOW
+from replayssm.evaluate.precision import REFERENCE, Precision
 
 USUAL = ("nvfp4", "fp32+nvfp4", "fp16+nvfp4", "fp8+nvfp4", "fp32+fp8")
 """One shared copy, to show what it costs, and the pairs that are meant to be used."""
@@ -49,11 +52,18 @@ class Request:
             raise CliError(
                 f"--tokens must be at least 2 and --sequences at least 1, got {self.tokens} and {self.sequences}."
             )
+        if not 1 <= self.window <= MAX_WINDOW:
+            raise CliError(f"--window must be in 1..{MAX_WINDOW}, got {self.window}.")
         for name in self.precisions:
             try:
                 Precision(name).config(self.window)
             except ValueError as error:
                 raise CliError(f"--precision {name}: {first_line(error)}.") from None
+        if self.json_out is not None:
+            _require_writable("--json", self.json_out)
+        if self.plot_out is not None:
+            _require_writable("--plot", self.plot_out)
+            _require_plot(self.plot_out)
 
 
 def run(request: Request) -> None:
@@ -65,20 +75,20 @@ def run(request: Request) -> None:
     notes = Console(stderr=True, highlight=False)
     with notes.status(f"Loading {request.folder.name}"):
         tokenizer, model = load(request.folder, request.dtype, request.device)
+    layers = _recurrent(model)
+    _require_fit(model, request)
+    _check_questions(questions, tokenizer, model, request)
     results: dict[str, Any] = {"conditions": _conditions(request)}
     tables = Console(highlight=False, soft_wrap=True)
     if text is not None:
         ids = _cut(tokenizer(text)["input_ids"], request).to(request.device)
-        layers = sum(1 for _ in _recurrent(model))
-        with _progress(notes, "decoding", layers * request.tokens) as advance:
+        _check_tokens(ids, model)
+        with _progress(notes, "decoding", len(layers) * request.tokens) as advance:
             evaluation = measure.evaluate(model, ids, request.precisions, window=request.window, progress=advance)
         results["text"] = evaluation.as_json()
         tables.print(show.text_table(evaluation))
         if request.plot_out is not None:
-            try:
-                show.plot(evaluation, request.plot_out, request.folder.name)
-            except RuntimeError as error:
-                raise CliError(f"{first_line(error)}.") from None
+            show.plot(evaluation, request.plot_out, request.folder.name)
     if questions:
         with _progress(notes, "answering", len(questions)) as advance:
             answers = measure.answer(
@@ -99,6 +109,28 @@ def _recurrent(model: Any) -> tuple[Any, ...]:
         raise CliError(f"{first_line(error)}.") from None
 
 
+def _require_fit(model: Any, request: Request) -> None:
+    """Every precision can hold the states of this model."""
+    from replayssm.evaluate.measure import slot_bytes
+
+    for name in (REFERENCE, *request.precisions):
+        try:
+            slot_bytes(model, Precision(name).config(request.window))
+        except ValueError as error:
+            raise CliError(f"--precision {name} does not fit this model: {first_line(error)}; name others.") from None
+
+
+def _check_questions(questions: list[Any], tokenizer: Any, model: Any, request: Request) -> None:
+    from replayssm.evaluate.measure import encode
+
+    for question in questions:
+        try:
+            start, ends = encode(tokenizer, question)
+        except ValueError as error:
+            raise CliError(f"{request.questions}: {first_line(error)}.") from None
+        _check_tokens(torch.tensor([*start, *chain.from_iterable(ends)]), model)
+
+
 @contextmanager
 def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=console, transient=True) as progress, out_of_memory_is_an_error():
@@ -117,11 +149,39 @@ def _cut(ids: list[int], request: Request) -> torch.Tensor:
     return torch.tensor(ids[:wanted]).reshape(request.sequences, request.tokens)
 
 
-def _read_text(path: Path) -> str:
+def _require_writable(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise CliError(f"{option} {path}: this is a folder; name a file.")
+    if not path.parent.is_dir():
+        raise CliError(f"{option} {path}: there is no folder {path.parent}; make it first.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CliError(f"{option} {path}: it may not be written; name another file.")
+
+
+def _require_plot(path: Path) -> None:
+    from replayssm.evaluate.show import require_plot
+
     try:
+        require_plot(path)
+    except (RuntimeError, ValueError) as error:
+        raise CliError(f"--plot {path}: {first_line(error)}.") from None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise CliError(f"There is no file {path}; check the path.") from None
+    except UnicodeDecodeError:
+        raise CliError(f"The file {path} is not UTF-8 text; convert it first.") from None
+    except OSError as error:
+        raise CliError(f"The file {path} cannot be read: {error.strerror}.") from None
+
+
+def _read_text(path: Path) -> str:
+    with _reading(path):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from None
 
 
 def _read_questions(path: Path | None) -> list[Any]:
@@ -130,8 +190,9 @@ def _read_questions(path: Path | None) -> list[Any]:
     if path is None:
         return []
     try:
-        return read_questions(path)
-    except (OSError, ValueError) as error:
+        with _reading(path):
+            return read_questions(path)
+    except ValueError as error:
         raise CliError(f"{first_line(error)}.") from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Row:
         perplexity: exp of the mean negative log-likelihood of the text.
         agreement: share of positions where both have the same likeliest token.
         state_error: relative error of the states at the end, mean over layers.
-        slot_bytes: state, ring and carry of one sequence, all recurrent layers.
+        slot_bytes: state, ring and carry of one sequence in plain decoding, all recurrent layers.
         kl_by_position, agreement_by_position: means over equal stretches of the text.
         state_error_by_position: after equal stretches of the text, mean over layers.
     """
@@ -114,7 +114,7 @@ def evaluate(
             math.exp(float(loss[i])),
             float(agreement[i].mean()),
             float(states[i, -1]),
-            _slot_bytes(model, config),
+            slot_bytes(model, config),
             kl_by_position[i].tolist(),
             agreement_by_position[i].tolist(),
             states_by_position[i].tolist(),
@@ -126,9 +126,15 @@ def evaluate(
     return Evaluation(tokens, sequences, window, stretch, state_stretch, half_lives, memories, rows)
 
 
-def _slot_bytes(model: Any, config: ReplayConfig) -> int:
+def slot_bytes(model: Any, config: ReplayConfig) -> int:
+    """State, ring and carry of one sequence in plain decoding, a token a step, all recurrent layers.
+
+    Raises:
+        ValueError: a format that cannot hold the model's states.
+    """
+    plain = replace(config, verify_len=1)
     return sum(
-        StateLayout(layer.recurrence, layer.geometry, config, dtype_of(layer.mixer)).slot_bytes
+        StateLayout(layer.recurrence, layer.geometry, plain, dtype_of(layer.mixer)).slot_bytes
         for layer in find_layers(model)
     )
 
@@ -172,27 +178,46 @@ def read_questions(path: Path) -> list[Question]:
     """Questions of a JSONL file: {"question": text, "choices": [texts], "answer": index} a line.
 
     Raises:
-        ValueError: a line is no such object; the message has its number.
+        ValueError: the file is not UTF-8 text, or a line is no such object; the message has its number.
     """
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            question = Question(str(entry["question"]), tuple(map(str, entry["choices"])), int(entry["answer"]))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f'line {number} of {path} is no {{"question": text, "choices": [texts], "answer": index}}'
-            ) from None
-        if not 0 <= question.answer < len(question.choices):
-            raise ValueError(
-                f"line {number} of {path}: answer {question.answer} is no index of {len(question.choices)} choices"
-            )
-        found.append(question)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+    lines = text.split("\n")  # splitlines() would split at U+2028 too, which JSON has inside its strings
+    found = [_question(line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ValueError(f"{path} has no questions")
     return found
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        entry = json.loads(line)
+        text, choices, index = entry["question"], entry["choices"], entry["answer"]
+    except (ValueError, KeyError, TypeError):
+        text = choices = index = None
+    of_kind = isinstance(text, str) and isinstance(choices, list) and type(index) is int  # which True is not
+    if not (of_kind and all(isinstance(choice, str) for choice in choices)):
+        raise ValueError(f'{where} is no {{"question": text, "choices": [texts], "answer": index}}')
+    if not (text and all(choices)):
+        raise ValueError(f"{where}: the question or one of its choices is empty")
+    if not 0 <= index < len(choices):
+        raise ValueError(f"{where}: answer {index} is no index of {len(choices)} choices")
+    return Question(text, tuple(choices), index)
+
+
+def encode(tokenizer: Any, question: Question) -> tuple[list[int], list[list[int]]]:
+    """Tokens of the question, and of each of its choices by itself.
+
+    Raises:
+        ValueError: one of these texts has no token.
+    """
+    start = tokenizer(question.text)["input_ids"]
+    ends = [tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in question.choices]
+    if not start or not all(ends):
+        raise ValueError(f"a question and each of its choices need at least one token: {question.text[:60]!r}")
+    return start, ends
 
 
 @dataclass(frozen=True)
@@ -252,10 +277,7 @@ def _scores(
     model: Any, tokenizer: Any, question: Question, configs: Sequence[ReplayConfig], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Log-likelihood of each choice, and per token: [settings, choices] each."""
-    start = tokenizer(question.text)["input_ids"]
-    ends = [tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in question.choices]
-    if not start or not all(ends):
-        raise ValueError(f"a question and each of its choices need at least one token: {question.text[:60]!r}")
+    start, ends = encode(tokenizer, question)
     longest = max(map(len, ends))
     ids = torch.tensor([start + end + [0] * (longest - len(end)) for end in ends], device=device)
     hidden = replayed_forward(model, ids, configs).hidden[:, :, len(start) - 1 : -1]

@@ -22,6 +22,9 @@ class Precision:
         """The configuration for windows of `window` tokens, each of which ends in a flush.
 
         Raises:
-            ValueError: unknown formats, or two that make no sense together.
+            ValueError: unknown formats, two that make no sense together, or fp64, which is computed in another way.
         """
-        return ReplayConfig.of(self.name, window=window, verify_len=min(window, MAX_VERIFY_LEN), stagger=False)
+        config = ReplayConfig.of(self.name, window=window, verify_len=min(window, MAX_VERIFY_LEN), stagger=False)
+        if config.checkpoint_format == "fp64":
+            raise ValueError(f"a checkpoint in fp64 is for verification, and precisions are measured by {REFERENCE}")
+        return config

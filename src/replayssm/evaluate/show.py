@@ -41,12 +41,27 @@ def question_table(answers: Sequence[Answers], count: int) -> Table:
     return table
 
 
-def plot(evaluation: Evaluation, path: Path, title: str) -> None:
-    """KL and state error by position, one line per setting beside the reference."""
+def require_plot(path: Path) -> None:
+    """Find out before an evaluation whether `plot` can draw to a file of this name.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+        ValueError: it has no such image format.
+    """
     try:
-        import matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise RuntimeError("plots need matplotlib: install replayssm[plot]") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"the name of an image ends in one of {', '.join(f'.{each}' for each in sorted(known))}")
+
+
+def plot(evaluation: Evaluation, path: Path, title: str) -> None:
+    """KL and state error by position, one line per setting beside the reference; raises as `require_plot`."""
+    require_plot(path)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from replayssm.bench.cases import MODEL_DTYPE
 from replayssm.config import MAX_WINDOW, ReplayConfig
-from replayssm.evaluate.precision import Precision
 from replayssm.planner.gpus import Gpu
 from replayssm.planner.kernels import layer_times, ordinary_us
 from replayssm.planner.model import ModelSizes
@@ -164,7 +163,7 @@ def plan(model: ModelSizes, gpu: Gpu, precision: str, workload: Workload, window
     Raises:
         ValueError: the precision makes no sense, or the window has no room for the drafts.
     """
-    largest = Precision(precision).config(MAX_WINDOW)
+    largest = ReplayConfig.of(precision, window=MAX_WINDOW)
     windows = [w for w in WINDOWS if w >= workload.verify_len] if window is None else [window]
     configs = [replace(largest, window=w, verify_len=workload.verify_len) for w in windows]
     times = [step_time(model, gpu, workload, _replay_us(model, gpu, config, workload)) for config in configs]

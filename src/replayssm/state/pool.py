@@ -110,7 +110,10 @@ class LayerState:
         if pages.shape[1] < layout.page_bytes:
             raise ValueError(f"a page must have at least {layout.page_bytes} bytes, got {pages.shape[1]}")
         if pages.stride(0) % 8 or pages.data_ptr() % 8:
-            raise ValueError(f"pages must start at multiples of 8 bytes, got a stride of {pages.stride(0)} bytes")
+            raise ValueError(
+                f"pages must start at multiples of 8 bytes, got a stride of {pages.stride(0)} bytes and a first page "
+                f"{pages.data_ptr() % 8} bytes behind a multiple"
+            )
         return replace(cls.of(layout, cls.views(layout, pages), params), pages=pages)
 
     @staticmethod
