@@ -68,13 +68,14 @@ class DraftModel:
     Args:
         model: the draft model, with `replayssm.attach`.
         branches: guesses at each place, of which the first is drafted on; 1 is a chain.
-        sampling: draw the guesses, without putting back, in place of taking the likeliest.
+        sampling: draw the guesses, without putting back, in place of taking the likeliest. Chance comes from a stream
+            of its own, so that it may be the sampling of the loop, or one with the same seed.
     """
 
     def __init__(self, model: Any, branches: int = 1, sampling: Sampling | None = None) -> None:
         self.session = Session(model)
         self.branches = branches
-        self.sampling = sampling
+        self.sampling = None if sampling is None else sampling.fork()
 
     def propose(self, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Draft]:
         room = self.session.config.verify_len
