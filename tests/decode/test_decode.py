@@ -230,6 +230,67 @@ def test_nothing_is_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert run(model, [ids], 20, Dictated([text], RIGHT["some"], 2), draft_len=5).tokens == [text[18:]]
 
 
+# ---- a session by hand
+
+
+@pytest.mark.parametrize("family", [*SOME, "glm5_next"])
+def test_a_step_that_is_not_accepted_is_dropped(family: str) -> None:
+    model, (ids,) = built(family), prompts(18)
+    with attached(model, verify_len=4):
+        forgetful, session = after(model, ids), after(model, ids)
+        forgetful.step([[5, 9, 7]])
+        for _ in range(2):
+            assert_close(forgetful.step([[8, 4]]), session.step([[8, 4]]))
+            for each in (forgetful, session):
+                each.accept([[0, 1]])
+        assert forgetful.lengths == session.lengths == [22]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "glm5_next"])
+def test_a_refused_step_changes_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at once, or while the forward runs: here when it is over."""
+    model, (ids,) = built(family), prompts(18)
+    with attached(model, verify_len=4):
+        refused, session = after(model, ids), after(model, ids)
+        for tokens, parents, sentence in (
+            ([[5] * 5], None, "1 to verify_len = 4 tokens per row, got 5"),
+            ([[]], None, "got 0"),
+            ([[5], [6]], None, "for each of 1 rows, got 2 and 2"),
+            ([[5, 6]], [[-1, 1]], r"row 0 has 2 tokens: each has a parent before it, .* got \[-1, 1\]"),
+            ([[5, 6]], [[-1]], "row 0 has 2 tokens"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                refused.step(tokens, parents)
+        with monkeypatch.context() as patch:
+            patch.setattr(flow, "open_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                refused.step([[5, 9, 7]])
+        for _ in range(2):
+            assert_close(refused.step([[8, 4]]), session.step([[8, 4]]))
+            for each in (refused, session):
+                each.accept([[0, 1]])
+        with pytest.raises(ValueError, match="a session takes its prompts once"):
+            refused.prefill([ids])
+
+
+def after(model: Any, ids: list[int]) -> Session:
+    session = Session(model)
+    session.prefill([ids])
+    return session
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_last_chunk_as_short_as_a_draft() -> None:
+    model, (ids,) = built("qwen3_5"), prompts(7)
+    with attached(model, verify_len=4):
+        session, chunked = after(model, ids), Session(model)
+        chunked.prefill([ids], chunk=4)
+        assert_close(chunked.step([[8, 4]]), session.step([[8, 4]]))
+
+
 # ---- teeth
 
 

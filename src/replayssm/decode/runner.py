@@ -100,7 +100,6 @@ class Runner(Session):
         self.resting = torch.zeros(rows, dtype=torch.bool, device=self.model.device)
         self.tokens = self._empty(rows, self.width).zero_()
         self.new = self._empty(rows, self.width).fill_(NONE)
-        self._sequences.accept(self._sequences.pending)  # of a prompt as short as a draft
         first = self._pick(self.logits)
         self._give(first, torch.ones_like(self.certain))
 
