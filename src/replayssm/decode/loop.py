@@ -44,7 +44,8 @@ def decode(
 
     Without a proposer this is what a `Runner` does, a token in each round.
 
-    The text is that of plain decoding, up to rounding; when sampling, it has the same distribution.
+    The text is that of plain decoding, up to rounding; when sampling, it has the same distribution. Of the model's
+    generation_config nothing is applied: no stop token, and nothing that changes logits (repetition_penalty, min_p).
 
     Args:
         model: a model with `replayssm.attach`, whose verify_len has room for 1 + draft_len tokens.
