@@ -66,9 +66,8 @@ class Session:
         """
         if self.lengths:
             raise ValueError("a session takes its prompts once: make a new one")
+        require_prompts(prompts)
         longest = max(map(len, prompts))
-        if not min(map(len, prompts)):
-            raise ValueError("a prompt needs at least one token")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         self._refuse_unless_alike(len(prompts) > 1)
@@ -231,3 +230,11 @@ class Session:
                 "branches and rows of different lengths need an attention mask of four dimensions, which "
                 f"{implementation} does not take: load the model with attn_implementation={MASKED_BY[1]!r}"
             )
+
+
+def require_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """ValueError unless there are prompts, none of them empty."""
+    if not len(prompts):
+        raise ValueError("there is no prompt: a batch needs at least one")
+    if not min(map(len, prompts)):
+        raise ValueError("a prompt needs at least one token")
