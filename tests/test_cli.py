@@ -317,6 +317,8 @@ def test_sampling_mistakes_are_refused() -> None:
     assert "--temperature must be above 0, got 0" in refusal(PROMPT, "--temperature", 0)
     assert "--temperature must be above 0, got nan" in refusal(PROMPT, "--temperature", "nan")
     assert "--top-p must be above 0 and at most 1, got 1.5" in refusal(PROMPT, "--top-p", 1.5)
+    assert "--temperature must be at least 1e-30, got" in refusal(PROMPT, "--temperature", "1e-320")
+    assert "--seed must fit in 64 bits" in refusal(PROMPT, "--temperature", 1, "--seed", 2**64)
     assert "--seed has no effect on greedy decoding" in refusal(PROMPT, "--seed", 1)
 
 

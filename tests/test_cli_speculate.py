@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from replayssm import models
+from replayssm.cli import generate as generating
 from replayssm.cli.speculate import require_same_tokens
 
+from .attach.models import build
 from .test_cli import byte_tokenizer, invoke
 
 PROMPT = "The open function returns a file object. The open function returns a"
@@ -75,9 +79,46 @@ def test_what_is_refused(options: tuple[str, ...], sentence: str) -> None:
     assert not result.stdout
 
 
-def test_a_draft_model_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from replayssm.cli import generate as generating
+@pytest.mark.parametrize(
+    ("setting", "value", "options", "refused"),
+    [
+        ("repetition_penalty", 1.3, (), True),
+        ("no_repeat_ngram_size", 3, (), True),
+        ("min_p", 0.1, ("--temperature", "1", "--seed", "3"), True),
+        ("min_p", 0.1, (), False),
+        ("repetition_penalty", 1.0, (), False),
+        ("top_k", 50, ("--temperature", "1"), False),  # the command turns it off either way
+    ],
+)
+def test_what_generate_would_do_to_the_logits_is_refused(
+    setting: str, value: float, options: tuple[str, ...], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_models(monkeypatch, lambda folder, model: setattr(model.generation_config, setting, value))
+    result = invoke(*RUN, *WAYS["ngram"], *options)
+    assert result.exit_code == (2 if refused else 0)
+    sentence = f"--speculate does not apply {setting}={value} of the model's generation_config.json"
+    assert (sentence in result.stderr.replace("\n", " ")) == refused
 
+
+def change_models(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Any], Any]) -> None:
+    """Let what is loaded be another model, if `change` returns one, or a changed one."""
+    load = generating.load
+
+    def changed(folder: Path, dtype: str, device: str) -> Any:
+        tokenizer, model = load(folder, dtype, device)
+        return tokenizer, change(folder, model) or model
+
+    monkeypatch.setattr(generating, "load", changed)
+
+
+def test_a_model_that_takes_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_models(monkeypatch, lambda folder, model: None if folder.name == models.DRAFT else build("glm5_next"))
+    result = invoke("generate", "a", "-n", "8", "--device", "cpu", *WAYS["model tree"])
+    assert result.exit_code == 2
+    assert "glm5_next selects keys by their place in the cache" in result.stderr.replace("\n", " ")
+
+
+def test_a_draft_model_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     load = generating.load
 
     def other(folder: Any, dtype: str, device: str) -> Any:

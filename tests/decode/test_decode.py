@@ -154,6 +154,26 @@ def test_rows_rest_in_the_draft_model() -> None:
             grown = [text[: len(known) + n] for text, known, n in zip(texts, grown, growth, strict=True)]
 
 
+def test_a_draft_model_starts_anew_with_other_texts() -> None:
+    model, given = built("qwen3_5"), prompts(18, 7)
+    with attached(model, **room(4)):
+        proposer = DraftModel(model)
+        for batch in (given, given, given[1:], given[::-1]):
+            found = run(model, batch, 12, proposer, draft_len=4)
+            assert found.tokens == run(model, batch, 12).tokens
+            assert found.accepted == found.drafted
+        assert proposer.propose(given, [3, 3]) == proposer.propose(given, [3, 3])
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_draft_is_as_deep_as_the_draft_model_verifies(branches: int) -> None:
+    model, (ids,) = built("qwen3_5"), prompts(9)
+    with attached(model, **room(1)):
+        (draft,) = DraftModel(model, branches).propose([ids], [8])
+    assert len(draft) == 3 * branches
+    assert max(draft.depth(number) for number in range(len(draft))) == 3
+
+
 def test_prompt_lookup_finds_what_came_before() -> None:
     text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3]
     (draft,) = PromptLookup(longest=2).propose([text], [4])
@@ -203,6 +223,8 @@ def test_a_stop_token_ends_its_row() -> None:
             found = run(model, given, 20, proposer, draft_len=8 if proposer else 0, stop={stop})
             assert found.tokens == ends
     assert len(ends[0]) <= 5 < len(ends[1])
+    # guesses behind the stop token did not stay
+    assert found.rounds[1].accepted[0] == len(ends[0]) - 1 < found.rounds[1].drafted[0] == 8
 
 
 def test_without_a_proposer_it_decodes_plainly() -> None:
@@ -228,6 +250,67 @@ def test_nothing_is_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(flow, "materialize", refuse)
     with attached(model, **room(5, window=6)):
         assert run(model, [ids], 20, Dictated([text], RIGHT["some"], 2), draft_len=5).tokens == [text[18:]]
+
+
+# ---- a session by hand
+
+
+@pytest.mark.parametrize("family", [*SOME, "glm5_next"])
+def test_a_step_that_is_not_accepted_is_dropped(family: str) -> None:
+    model, (ids,) = built(family), prompts(18)
+    with attached(model, verify_len=4):
+        forgetful, session = after(model, ids), after(model, ids)
+        forgetful.step([[5, 9, 7]])
+        for _ in range(2):
+            assert_close(forgetful.step([[8, 4]]), session.step([[8, 4]]))
+            for each in (forgetful, session):
+                each.accept([[0, 1]])
+        assert forgetful.lengths == session.lengths == [22]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "glm5_next"])
+def test_a_refused_step_changes_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at once, or while the forward runs: here when it is over."""
+    model, (ids,) = built(family), prompts(18)
+    with attached(model, verify_len=4):
+        refused, session = after(model, ids), after(model, ids)
+        for tokens, parents, sentence in (
+            ([[5] * 5], None, "1 to verify_len = 4 tokens per row, got 5"),
+            ([[]], None, "got 0"),
+            ([[5], [6]], None, "for each of 1 rows, got 2 and 2"),
+            ([[5, 6]], [[-1, 1]], r"row 0 has 2 tokens: each has a parent before it, .* got \[-1, 1\]"),
+            ([[5, 6]], [[-1]], "row 0 has 2 tokens"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                refused.step(tokens, parents)
+        with monkeypatch.context() as patch:
+            patch.setattr(flow, "open_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                refused.step([[5, 9, 7]])
+        for _ in range(2):
+            assert_close(refused.step([[8, 4]]), session.step([[8, 4]]))
+            for each in (refused, session):
+                each.accept([[0, 1]])
+        with pytest.raises(ValueError, match="a session takes its prompts once"):
+            refused.prefill([ids])
+
+
+def after(model: Any, ids: list[int]) -> Session:
+    session = Session(model)
+    session.prefill([ids])
+    return session
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_last_chunk_as_short_as_a_draft() -> None:
+    model, (ids,) = built("qwen3_5"), prompts(7)
+    with attached(model, verify_len=4):
+        session, chunked = after(model, ids), Session(model)
+        chunked.prefill([ids], chunk=4)
+        assert_close(chunked.step([[8, 4]]), session.step([[8, 4]]))
 
 
 # ---- teeth
@@ -279,10 +362,26 @@ def test_what_cannot_be_decoded() -> None:
             next(decode(model, [ids, []], max_new_tokens=3))
         with pytest.raises(ValueError, match="call prefill first"):
             Session(model).step([[3]])
-        draft = DraftModel(model)
-        draft.propose([ids], [2])
-        with pytest.raises(ValueError, match="a draft 4 tokens deep needs forwards of 3"):
-            draft.propose([ids], [4])
+        for make in (PromptLookup, lambda branches: DraftModel(model, branches)):
+            with pytest.raises(ValueError, match="branches must be at least 1, got 0"):
+                make(branches=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"proposer": PromptLookup(), "draft_len": 1}], ids=["plain", "drafts"])
+def test_a_wrong_call_is_refused_before_the_first_round(options: dict[str, Any]) -> None:
+    model, given = built("qwen3_5"), prompts(9)
+    with attached(model, verify_len=2):
+        for wrong, sentence in (
+            ({"prompts": []}, "there is no prompt"),
+            ({"prompts": [[]]}, "a prompt needs at least one token"),
+            ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
+            ({"stop": 5}, r"stop is a collection of tokens, as in \{2\}, got 5"),
+            ({"proposer": PromptLookup(), "draft_len": 2}, "draft_len 2 needs forwards of 3 tokens"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                decode(**{"model": model, "prompts": given, "max_new_tokens": 3, **options, **wrong})
+    with pytest.raises(ValueError, match="is not attached"):
+        decode(model, given, max_new_tokens=3, **options)
 
 
 def test_attention_that_takes_no_tree() -> None:

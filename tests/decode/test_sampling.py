@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from replayssm.decode import Draft, DraftModel, Sampling, acceptance, decode, loop
+from replayssm.decode import Draft, DraftModel, Round, Sampling, acceptance, decode, loop
 from replayssm.decode.acceptance import Verdict, reject
 
 from ..attach.models import DELTA
@@ -190,10 +190,14 @@ def drawn_texts(model: Any, draft: Any, prompt: Sequence[int], how: dict[str, An
         proposer = DraftModel(draft, branches, sampling if drawn else None)
         options = {"proposer": proposer, "draft_len": draft_len, "sampling": sampling}
         rounds = list(decode(model, [prompt] * rows, max_new_tokens=NEW, **options))
-        for row in range(rows):
-            words = text_of(rounds, row)
-            counts[words[0] * WORDS**2 + words[1] * WORDS + words[2]] += 1
+        counts += counted(rounds, rows)
     return counts
+
+
+def counted(rounds: Sequence[Round], rows: int) -> np.ndarray:
+    """How often each text of NEW words was written."""
+    words = [text_of(rounds, row) for row in range(rows)]
+    return np.bincount([a * WORDS**2 + b * WORDS + c for a, b, c in words], minlength=WORDS**NEW)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.8}], ids=["plain", "top_p"])
@@ -204,6 +208,16 @@ def test_speculative_text_has_the_distribution_of_plain_text(options: dict[str, 
     with attached(model, **room(5)), attached(draft, **room(5)):
         counts = drawn_texts(model, draft, prompt, options, rows=800)
     assert chi_square(counts, chances) > LEAST_CHANCE
+
+
+def test_guesses_do_not_depend_on_what_judges_them() -> None:
+    """The proposer and the loop sample by default, which is with the same seed."""
+    model, draft, prompt = tiny(0), tiny(1), [1, 4, 2, 0]
+    with attached(model, **room(2)), attached(draft, **room(2)):
+        proposer = DraftModel(draft, sampling=Sampling())
+        options = {"proposer": proposer, "draft_len": 2, "sampling": Sampling()}
+        rounds = list(decode(model, [prompt] * 2_000, max_new_tokens=NEW, **options))
+    assert chi_square(counted(rounds, 2_000), exact_chances(model, prompt, Sampling())) > LEAST_CHANCE
 
 
 def test_a_wrong_rule_is_seen_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +234,7 @@ def test_plain_sampling_has_it_too() -> None:
     model, prompt = tiny(0), [1, 4, 2, 0]
     with attached(model):
         rounds = list(decode(model, [prompt] * 2_000, max_new_tokens=NEW, sampling=Sampling(seed=3)))
-    words = [text_of(rounds, row) for row in range(2_000)]
-    counts = np.bincount([a * WORDS**2 + b * WORDS + c for a, b, c in words], minlength=WORDS**NEW)
-    assert chi_square(counts, exact_chances(model, prompt, Sampling())) > LEAST_CHANCE
+    assert chi_square(counted(rounds, 2_000), exact_chances(model, prompt, Sampling())) > LEAST_CHANCE
 
 
 def test_options_of_sampling() -> None:

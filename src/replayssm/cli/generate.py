@@ -15,11 +15,13 @@ from rich.console import Console
 
 from replayssm import ReplayConfig, attach, detach, models, supported_families
 from replayssm.cli.errors import DIFFERS_STATUS, CliError, first_line
-from replayssm.cli.speculate import Drafted, Guesser, Speculation, require_same_tokens
+from replayssm.cli.speculate import Drafted, Guesser, Speculation, require_plain_logits, require_same_tokens
 from replayssm.cli.speculate import run as speculate
 from replayssm.recurrences.binding import bindings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LEAST_TEMPERATURE = 1e-30
+"""Logits in fp32 that are divided by less may become infinite."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,17 @@ class Sampling:
             return None
         if temperature is not None and not temperature > 0:
             raise CliError(f"--temperature must be above 0, got {temperature:g}; leave it out for greedy decoding.")
+        if temperature is not None and temperature < LEAST_TEMPERATURE:
+            raise CliError(
+                f"--temperature must be at least {LEAST_TEMPERATURE:g}, got {temperature:g}; leave it out for greedy "
+                "decoding."
+            )
         if top_p is not None and not 0 < top_p <= 1:
             raise CliError(f"--top-p must be above 0 and at most 1, got {top_p:g}.")
         if seed is None:
             seed = torch.Generator().seed() % 2**31
+        if not -(2**63) <= seed < 2**64:
+            raise CliError(f"--seed must fit in 64 bits, got {seed}.")
         return Sampling(temperature=temperature or 1.0, top_p=top_p or 1.0, seed=seed)
 
 
@@ -151,7 +160,7 @@ def run(request: Request) -> int:
         inputs = tokenizer(request.prompt, return_tensors="pt").to(request.device)
         _check_tokens(inputs["input_ids"], model)
         handle = _attach(model, request.config())
-        proposer, draft_handle = _proposer(request, tokenizer)
+        proposer, draft_handle = _proposer(request, tokenizer, model)
     if request.echo:
         sys.stdout.write(request.prompt)
     with out_of_memory_is_an_error():
@@ -266,11 +275,12 @@ def decode(model: Any, inputs: Any, request: Request, streamer: Any) -> Decoded:
     return Decoded(tokens=tokens, seconds=time.perf_counter() - begin)
 
 
-def _proposer(request: Request, tokenizer: Any) -> tuple[Any, Any]:
+def _proposer(request: Request, tokenizer: Any, model: Any) -> tuple[Any, Any]:
     """Who drafts, and the handle of the draft model if there is one."""
     speculation = request.speculation
     if speculation is None:
         return None, None
+    require_plain_logits(model.generation_config, request.sampling is not None)
     from replayssm.decode import DraftModel, PromptLookup
 
     if speculation.guesser is Guesser.ngram:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replayssm import ReplayConfig
-from replayssm.cli.errors import CliError
+from replayssm.cli.errors import CliError, first_line
 from replayssm.config import MAX_VERIFY_LEN
 
 if TYPE_CHECKING:
@@ -17,6 +17,27 @@ if TYPE_CHECKING:
 
 TREE_BRANCHES = 2
 DEFAULT_DRAFT_LEN = 4
+
+SETTINGS = {
+    "guidance_scale": 1,
+    "sequence_bias": None,
+    "encoder_repetition_penalty": 1,
+    "repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "watermarking_config": None,
+}
+"""What of a generation config changes the logits, and the value (beside None) with which it does not."""
+SAMPLING_SETTINGS = {"top_h": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+"""The same for a text that is sampled."""
 
 
 class Guesser(StrEnum):
@@ -101,7 +122,7 @@ def run(
     outcome = Drafted(steps=-1)  # the first round is the prompt's
     if streamer is not None:
         streamer.put(torch.tensor([list(prompt)]))
-    for done in decode(
+    rounds = decode(
         model,
         [prompt],
         max_new_tokens=max_new_tokens,
@@ -109,17 +130,32 @@ def run(
         draft_len=speculation.draft_len,
         sampling=sampling,
         stop=stop,
-    ):
-        outcome.steps += 1
-        outcome.drafted += done.drafted[0]
-        outcome.accepted += done.accepted[0]
-        outcome.tokens += done.tokens[0]
-        if streamer is not None:
-            for token in done.tokens[0]:
-                streamer.put(torch.tensor([token]))
+    )
+    try:
+        for done in rounds:
+            outcome.steps += 1
+            outcome.drafted += done.drafted[0]
+            outcome.accepted += done.accepted[0]
+            outcome.tokens += done.tokens[0]
+            if streamer is not None:
+                for token in done.tokens[0]:
+                    streamer.put(torch.tensor([token]))
+    except ValueError as error:  # a model that takes no trees
+        raise CliError(f"{first_line(error)}.") from None
     if streamer is not None:
         streamer.end()
     return outcome
+
+
+def require_plain_logits(generation_config: Any, sampled: bool) -> None:
+    """CliError where `generate` would change the model's logits by a setting that the decode loop does not apply."""
+    for setting, idle in (SETTINGS | SAMPLING_SETTINGS if sampled else SETTINGS).items():
+        value = getattr(generation_config, setting, None)
+        if value is not None and value != idle:
+            raise CliError(
+                f"--speculate does not apply {setting}={value} of the model's generation_config.json; take it out "
+                "there, or leave out --speculate."
+            )
 
 
 def require_same_tokens(target: Any, draft: Any) -> None:

@@ -50,6 +50,11 @@ class Sampling:
         """One token of a distribution [vocabulary]."""
         return int(torch.multinomial(chances.cpu(), 1, generator=self.random))
 
+    def fork(self) -> Sampling:
+        """The same with a stream of its own, which is independent of this one whatever seed other streams have."""
+        seed = int(torch.randint(2**32, (), generator=self.random))
+        return Sampling(self.temperature, self.top_p, seed)
+
     def random_on(self, device: torch.device) -> torch.Generator:
         """Where chance comes from on a device: a stream of its own there."""
         if device not in self._on:
@@ -102,6 +107,8 @@ def follow(choices: Sequence[int], draft: Draft) -> Verdict:
 
 def reject(chances: Tensor, draft: Draft, sampling: Sampling) -> Verdict:
     """Sampling: guesses are kept or refused so that the text is distributed as if there had been no draft.
+
+    Guesses must be independent of what `sampling` draws.
 
     Behind an accepted token the model's distribution is p. The first guess x there, drawn from q, stays with
     probability min(1, p(x) / q(x)). If it is refused, max(p - q, 0), made to sum to 1, takes the place of p, and the

@@ -12,7 +12,7 @@ from replayssm.decode.acceptance import Sampling, Verdict, follow, reject
 from replayssm.decode.drafts import Draft
 from replayssm.decode.proposers import Proposer
 from replayssm.decode.runner import Runner
-from replayssm.decode.session import Session
+from replayssm.decode.session import Session, require_prompts
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Round:
     Args:
         tokens: the new tokens of each row; none of a row that is done.
         drafted: how many guesses of each row the forward verified.
-        accepted: how many of them were right.
+        accepted: how many of them stayed: those that were right, up to a stop token.
     """
 
     tokens: list[list[int]]
@@ -44,12 +44,13 @@ def decode(
 
     Without a proposer this is what a `Runner` does, a token in each round.
 
-    The text is that of plain decoding, up to rounding; when sampling, it has the same distribution.
+    The text is that of plain decoding, up to rounding; when sampling, it has the same distribution. Of the model's
+    generation_config nothing is applied: no stop token, and nothing that changes logits (repetition_penalty, min_p).
 
     Args:
         model: a model with `replayssm.attach`, whose verify_len has room for 1 + draft_len tokens.
         prompts: token ids; the rows of the batch may differ in length, and go on by what is right in each.
-        max_new_tokens: how many tokens each row gets at most.
+        max_new_tokens: how many tokens each row gets at most, 0 or more.
         proposer: who guesses; None decodes plainly.
         draft_len: the most guesses per row and forward. A row whose guesses are wrong gets fewer of them for a while.
         sampling: how tokens are drawn; by default the likeliest is taken.
@@ -57,15 +58,19 @@ def decode(
 
     Raises:
         ValueError: the model is not attached, draft_len does not fit, or the model cannot do what was asked of it.
+            What can be known without a forward is said at the call, not in the first round.
     """
+    require_prompts(prompts)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not isinstance(stop, Collection):
+        raise ValueError(f"stop is a collection of tokens, as in {{2}}, got {stop!r}")
     if (proposer is None) != (draft_len == 0) or draft_len < 0:
         raise ValueError(f"a proposer and a draft_len of 1 or more belong together, got draft_len={draft_len}")
     if proposer is None:
         runner = Runner(model, capacity=max(map(len, prompts)) + max_new_tokens, sampling=sampling, stop=stop)
         nothing = [0] * len(prompts)
-        for new in runner.run(prompts, max_new_tokens):
-            yield Round(new, nothing, nothing)
-        return
+        return (Round(new, nothing, nothing) for new in runner.run(prompts, max_new_tokens))
     session = Session(model)
     if draft_len >= session.config.verify_len:
         raise ValueError(
@@ -73,11 +78,18 @@ def decode(
             f"verify_len={session.config.verify_len}: attach it with ReplayConfig(verify_len={draft_len + 1}) or more"
         )
     rows = [_Row(list(prompt), max_new_tokens, draft_len) for prompt in prompts]
+    return _rounds(session, rows, proposer, sampling, stop)
+
+
+def _rounds(
+    session: Session, rows: Sequence[_Row], proposer: Proposer, sampling: Sampling | None, stop: Collection[int]
+) -> Iterator[Round]:
     drafts = [Draft() for _ in rows]
-    verdicts = _judge(session.prefill(prompts).unsqueeze(1), drafts, sampling)
+    verdicts = _judge(session.prefill([row.text for row in rows]).unsqueeze(1), drafts, sampling)
     while True:
         tokens = [row.take(draft, verdict, stop) for row, draft, verdict in zip(rows, drafts, verdicts, strict=True)]
-        yield Round(tokens, [len(draft) for draft in drafts], [len(verdict.path) for verdict in verdicts])
+        accepted = [min(len(verdict.path), len(new)) for verdict, new in zip(verdicts, tokens, strict=True)]
+        yield Round(tokens, [len(draft) for draft in drafts], accepted)
         if not any(row.left for row in rows):
             return
         drafts = [Draft() for _ in rows]

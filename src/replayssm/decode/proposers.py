@@ -30,7 +30,7 @@ class PromptLookup:
 
     def __init__(self, longest: int = 3, branches: int = 1) -> None:
         self.longest = longest
-        self.branches = branches
+        self.branches = _at_least_one(branches)
 
     def propose(self, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Draft]:
         return [self._look_up(list(text), length) for text, length in zip(texts, lengths, strict=True)]
@@ -63,37 +63,38 @@ class DraftModel:
     """Guesses with a smaller attached model of the same vocabulary.
 
     The draft model keeps what is certain and nothing else: each of its forwards runs the draft so far behind that, and
-    what it wrote is dropped again, as in the model that verifies. Rejected drafts leave no trace.
+    what it wrote is dropped again, as in the model that verifies. Rejected drafts leave no trace. Texts that do not
+    continue those before, as in another run of `decode`, are a new start.
 
     Args:
-        model: the draft model, with `replayssm.attach`.
+        model: the draft model, with `replayssm.attach`. A draft is at most 1 + verify_len tokens deep.
         branches: guesses at each place, of which the first is drafted on; 1 is a chain.
-        sampling: draw the guesses, without putting back, in place of taking the likeliest.
+        sampling: draw the guesses, without putting back, in place of taking the likeliest. Chance comes from a stream
+            of its own, so that it may be the sampling of the loop, or one with the same seed.
     """
 
     def __init__(self, model: Any, branches: int = 1, sampling: Sampling | None = None) -> None:
         self.session = Session(model)
-        self.branches = branches
-        self.sampling = sampling
+        self.branches = _at_least_one(branches)
+        self.sampling = None if sampling is None else sampling.fork()
+        self._held: list[list[int]] = []
+        """What the draft model has taken in of each text."""
 
     def propose(self, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Draft]:
-        room = self.session.config.verify_len
-        depth = max(-(-length // self.branches) for length in lengths)
-        if depth - 1 > room:
-            raise ValueError(
-                f"a draft {depth} tokens deep needs forwards of {depth - 1}, and the draft model verifies {room} at "
-                f"once: attach it with ReplayConfig(verify_len={depth - 1}) or more"
-            )
         drafts = [Draft() for _ in texts]
         spines: list[list[int]] = [[] for _ in texts]  # the guesses that are drafted on, by number
         logits = self._catch_up(texts, lengths)
+        going = [length > 0 for length in lengths]
         while True:
             for row, (draft, spine) in enumerate(zip(drafts, spines, strict=True)):
-                if len(draft) < lengths[row]:
+                if going[row]:
                     parent, first = spine[-1] if spine else -1, len(draft)
                     self._branch(draft, parent, logits[row], min(self.branches, lengths[row] - first))
                     spine.append(first)
-            going = [len(draft) < length for draft, length in zip(drafts, lengths, strict=True)]
+            going = [
+                len(draft) < length and len(spine) <= self.session.config.verify_len
+                for draft, spine, length in zip(drafts, spines, lengths, strict=True)
+            ]
             if not any(going):
                 return drafts
             fed = [
@@ -106,21 +107,30 @@ class DraftModel:
 
     def _catch_up(self, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Tensor]:
         """Take in what has become certain; logits [vocabulary] behind each text that wants guesses."""
-        if not self.session.lengths:
+        if not self._go_on(texts, lengths):
+            self.session = Session(self.session.model)
+            self._held = [list(text) for text in texts]
             return list(self.session.prefill(texts))
         room = self.session.config.verify_len
         logits = [torch.empty(0) for _ in texts]
         while True:
-            seen = self.session.lengths
             new = [
-                list(text[known : known + room]) if length else []
-                for text, known, length in zip(texts, seen, lengths, strict=True)
+                list(text[len(held) : len(held) + room]) if length else []
+                for text, held, length in zip(texts, self._held, lengths, strict=True)
             ]
             if not any(new):
                 return logits
             found = self.session.step(new)
             self.session.accept([range(len(row)) for row in new])
             logits = _last(found, new, logits)
+            self._held = [held + row for held, row in zip(self._held, new, strict=True)]
+
+    def _go_on(self, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+        """Whether these are the texts that the draft model holds, longer by now where they want guesses."""
+        return len(texts) == len(self._held) and all(
+            held == list(text[: len(held)]) and (len(held) < len(text) or not length)
+            for held, text, length in zip(self._held, texts, lengths, strict=True)
+        )
 
     def _branch(self, draft: Draft, parent: int, logits: Tensor, count: int) -> None:
         """Add `count` different guesses behind `parent`."""
@@ -137,6 +147,12 @@ class DraftModel:
             draft.add(token, parent, chances)
             chances = chances.clone()
             chances[token] = 0
+
+
+def _at_least_one(branches: int) -> int:
+    if branches < 1:
+        raise ValueError(f"branches must be at least 1, got {branches}")
+    return branches
 
 
 def _last(found: Tensor, fed: Sequence[Sequence[int]], before: list[Tensor]) -> list[Tensor]:

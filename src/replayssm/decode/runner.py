@@ -21,7 +21,7 @@ from torch import Tensor
 
 from replayssm.decode.acceptance import Sampling
 from replayssm.decode.columns import Ragged
-from replayssm.decode.session import Session
+from replayssm.decode.session import Session, require_prompts
 from replayssm.flow import algebra
 
 WARM_UP = 3
@@ -89,6 +89,7 @@ class Runner(Session):
         """Take the prompts in, and give each row its first token."""
         if self.lengths:
             raise ValueError("a runner takes its prompts once: make a new one")
+        require_prompts(prompts)
         longest, rows = max(map(len, prompts)), len(prompts)
         if longest + self.width > self.columns.capacity:
             raise ValueError(
@@ -100,7 +101,6 @@ class Runner(Session):
         self.resting = torch.zeros(rows, dtype=torch.bool, device=self.model.device)
         self.tokens = self._empty(rows, self.width).zero_()
         self.new = self._empty(rows, self.width).fill_(NONE)
-        self._sequences.accept(self._sequences.pending)  # of a prompt as short as a draft
         first = self._pick(self.logits)
         self._give(first, torch.ones_like(self.certain))
 

@@ -64,9 +64,10 @@ class Session:
             prompts: token ids.
             chunk: most tokens of a row in one forward, which bounds the memory of activations; None for all of them.
         """
+        if self.lengths:
+            raise ValueError("a session takes its prompts once: make a new one")
+        require_prompts(prompts)
         longest = max(map(len, prompts))
-        if not min(map(len, prompts)):
-            raise ValueError("a prompt needs at least one token")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         self._refuse_unless_alike(len(prompts) > 1)
@@ -83,6 +84,7 @@ class Session:
             self.columns.place(torch.arange(begin, end, device=ids.device).expand(len(ids), -1), end)
             seen = mask[:, :end].long() if any(padding) else None
             logits = self._forward(ids[:, part], seen, positions[:, part], last_only=True)[:, -1]
+        self._sequences.accept(self._sequences.pending)  # of a last chunk as short as a draft
         self.lengths = [0] * len(prompts)
         self._keep([range(pad, longest) for pad in padding])
         return logits
@@ -91,17 +93,22 @@ class Session:
     def step(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Logits [B, T, vocabulary] behind each of the rows' new tokens. Nothing of it is certain before `accept`.
 
+        A step that was not accepted is dropped by the next one.
+
         Args:
             tokens: new tokens of each row, at most verify_len; none of a row that rests.
             parents: for trees, the token of its row that each one follows, -1 for what is certain; by default they
                 follow each other.
+
+        Raises:
+            ValueError: tokens or parents do not fit the session, which is then as it was.
         """
         sequences = self._sequences
         counts = [len(row) for row in tokens]
-        width = max(counts)
         chains = [list(range(-1, count - 1)) for count in counts]
         above = chains if parents is None else [list(row) for row in parents]
-        is_tree = above != chains
+        self._check(counts, above)
+        width, is_tree = max(counts), above != chains
         self._refuse_unless_alike(len(counts) > 1 or is_tree)
         # behind a row's own tokens a chain of padding, so that nothing is without an ancestor
         padded = [row + list(range(len(row) - 1, width - 1)) for row in above]
@@ -111,8 +118,30 @@ class Session:
         self.columns.place(lengths + torch.arange(width, device=ids.device), max(self.lengths) + width)
         positions = lengths + descends.sum(2) - 1
         mask = self._mask(descends, lengths) if self._attends and (len(counts) > 1 or is_tree) else None
+        if sequences.pending:
+            self.accept([[]] * len(counts))
         sequences.expect(counts, padded if is_tree else None)
-        return self._forward(ids, mask, positions)
+        try:
+            return self._forward(ids, mask, positions)
+        except BaseException:
+            sequences.expected = None
+            self._trim()  # layers of attention may have written already
+            raise
+
+    def _check(self, counts: Sequence[int], parents: Sequence[Sequence[int]]) -> None:
+        """ValueError unless a step can have so many tokens, which follow these."""
+        rows, most = len(self.lengths), self.config.verify_len
+        if len(counts) != rows or len(parents) != rows:
+            raise ValueError(
+                f"a step has tokens, and parents if any, for each of {rows} rows, got {len(counts)} and {len(parents)}"
+            )
+        if not 1 <= max(counts) <= most:
+            raise ValueError(f"a step has 1 to verify_len = {most} tokens per row, got {max(counts)}")
+        for row, (count, above) in enumerate(zip(counts, parents, strict=True)):
+            if len(above) != count or not all(-1 <= parent < place for place, parent in enumerate(above)):
+                raise ValueError(
+                    f"row {row} has {count} tokens: each has a parent before it, or -1 for what is certain, got {above}"
+                )
 
     def accept(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep a path of each row's last tokens, each the parent of the next; the others never were."""
@@ -131,14 +160,19 @@ class Session:
         for layer in self.cache.layers:
             for name, dim in CACHED:
                 held = getattr(layer, name, None)
-                if not isinstance(held, Tensor):
-                    continue
-                by_column = held.movedim(dim, 1)
-                if moves:
+                if moves and isinstance(held, Tensor):
+                    by_column = held.movedim(dim, 1)
                     rows, sources, targets = torch.tensor(moves, device=held.device).unbind(1)
                     # all are read before one is written: one may move to where another came from
                     by_column[rows, targets] = by_column[rows, sources]
-                if not isinstance(layer, Ragged):  # the next forward would append behind what was rejected
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the columns behind the certain ones where the next forward would append behind them."""
+        for layer in self.cache.layers:
+            for name, dim in CACHED:
+                held = getattr(layer, name, None)
+                if isinstance(held, Tensor) and not isinstance(layer, Ragged):
                     setattr(layer, name, held.narrow(dim, 0, max(self.lengths)))
 
     @property
@@ -196,3 +230,11 @@ class Session:
                 "branches and rows of different lengths need an attention mask of four dimensions, which "
                 f"{implementation} does not take: load the model with attn_implementation={MASKED_BY[1]!r}"
             )
+
+
+def require_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """ValueError unless there are prompts, none of them empty."""
+    if not len(prompts):
+        raise ValueError("there is no prompt: a batch needs at least one")
+    if not min(map(len, prompts)):
+        raise ValueError("a prompt needs at least one token")
