@@ -111,6 +111,18 @@ def change_models(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Any],
     monkeypatch.setattr(generating, "load", changed)
 
 
+@pytest.mark.parametrize("padding", [-8, 8])
+def test_a_draft_model_with_another_padding(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pad(folder: Path, model: Any) -> None:
+        if folder.name == models.DRAFT:
+            model.resize_token_embeddings(model.config.get_text_config().vocab_size + padding)
+
+    change_models(monkeypatch, pad)
+    for options in (("--compare",), ("--temperature", "2", "--seed", "1")):
+        result = invoke(*RUN, *WAYS["model tree"], *options)
+        assert result.exit_code == 0
+
+
 def test_a_model_that_takes_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     change_models(monkeypatch, lambda folder, model: None if folder.name == models.DRAFT else build("glm5_next"))
     result = invoke("generate", "a", "-n", "8", "--device", "cpu", *WAYS["model tree"])

@@ -149,13 +149,13 @@ def test_greedy_is_the_limit() -> None:
 # ---- the whole loop
 
 
-def tiny(seed: int) -> Any:
+def tiny(seed: int, words: int = WORDS) -> Any:
     """A model of a few words that has an opinion."""
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(
         **{**DELTA, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
         intermediate_size=32,
-        vocab_size=WORDS,
+        vocab_size=words,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -218,6 +218,23 @@ def test_guesses_do_not_depend_on_what_judges_them() -> None:
         options = {"proposer": proposer, "draft_len": 2, "sampling": Sampling()}
         rounds = list(decode(model, [prompt] * 2_000, max_new_tokens=NEW, **options))
     assert chi_square(counted(rounds, 2_000), exact_chances(model, prompt, Sampling())) > LEAST_CHANCE
+
+
+@pytest.mark.parametrize("words", [WORDS - 1, WORDS + 3])
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_draft_model_with_another_padding(words: int, branches: int) -> None:
+    model, draft, prompt, rows = tiny(0), tiny(1, words), [1, 3, 2, 0], 800
+    with attached(model, **room(4)), attached(draft, **room(4)):
+        for sampling in (None, Sampling()):
+            options = {"draft_len": 4, "sampling": sampling, "max_new_tokens": NEW}
+            proposer = DraftModel(draft, branches, sampling, vocabulary=WORDS)
+            rounds = list(decode(model, [prompt] * rows, proposer=proposer, **options))
+        if words > WORDS:
+            (guesses,) = DraftModel(draft, words, vocabulary=WORDS).propose([prompt], [WORDS])
+            assert sorted(guesses.tokens) == list(range(WORDS))
+        with pytest.raises(ValueError, match=rf"{words}.*: use DraftModel\(vocabulary="):
+            list(decode(model, [prompt], proposer=DraftModel(draft, sampling=Sampling()), **options))
+    assert chi_square(counted(rounds, rows), exact_chances(model, prompt, Sampling())) > LEAST_CHANCE
 
 
 def test_a_wrong_rule_is_seen_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,8 @@ def _proposer(request: Request, tokenizer: Any, model: Any) -> tuple[Any, Any]:
     draft_tokenizer, draft = load(folder, request.dtype, request.device)
     require_same_tokens(tokenizer, draft_tokenizer)
     handle = _attach(draft, request.config())
-    return DraftModel(draft, speculation.branches, _draws(request)), handle
+    vocabulary = model.get_output_embeddings().weight.shape[0]  # padded, perhaps otherwise than the draft model's
+    return DraftModel(draft, speculation.branches, _draws(request), vocabulary), handle
 
 
 def _draws(request: Request) -> Any:

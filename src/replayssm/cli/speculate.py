@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TREE_BRANCHES = 2
 DEFAULT_DRAFT_LEN = 4
 
-SETTINGS = {
+SETTINGS: dict[str, float | None] = {
     "guidance_scale": 1,
     "sequence_bias": None,
     "encoder_repetition_penalty": 1,
@@ -36,7 +36,13 @@ SETTINGS = {
     "watermarking_config": None,
 }
 """What of a generation config changes the logits, and the value (beside None) with which it does not."""
-SAMPLING_SETTINGS = {"top_h": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+SAMPLING_SETTINGS: dict[str, float | None] = {
+    "top_h": 1,
+    "min_p": 0,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+}
 """The same for a text that is sampled."""
 
 

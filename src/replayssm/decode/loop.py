@@ -85,7 +85,9 @@ def _rounds(
     session: Session, rows: Sequence[_Row], proposer: Proposer, sampling: Sampling | None, stop: Collection[int]
 ) -> Iterator[Round]:
     drafts = [Draft() for _ in rows]
-    verdicts = _judge(session.prefill([row.text for row in rows]).unsqueeze(1), drafts, sampling)
+    logits = session.prefill([row.text for row in rows]).unsqueeze(1)
+    vocabulary = logits.shape[-1]
+    verdicts = _judge(logits, drafts, sampling)
     while True:
         tokens = [row.take(draft, verdict, stop) for row, draft, verdict in zip(rows, drafts, verdicts, strict=True)]
         accepted = [min(len(verdict.path), len(new)) for verdict, new in zip(verdicts, tokens, strict=True)]
@@ -96,6 +98,7 @@ def _rounds(
         wanted = [min(row.draft_len, row.left - 1) if row.left else 0 for row in rows]
         if any(wanted):
             drafts = proposer.propose([row.text for row in rows], wanted)
+            _require_vocabulary(drafts, vocabulary)
         # a row that is done rests: it brings no token
         fed = [[row.text[-1], *draft.tokens] if row.left else [] for row, draft in zip(rows, drafts, strict=True)]
         above = [
@@ -131,6 +134,18 @@ class _Row:
             whole = len(verdict.path) == max(draft.depth(number) for number in range(len(draft)))
             self.draft_len = min(self.longest, self.draft_len + 2) if whole else max(1, self.draft_len - 1)
         return new
+
+
+def _require_vocabulary(drafts: Sequence[Draft], vocabulary: int) -> None:
+    """ValueError where guesses are no tokens of a model with so many, or their chances are not for each of them."""
+    for draft in drafts:
+        sizes = [len(chances) for chances in draft.chances if chances is not None and len(chances) != vocabulary]
+        outside = [token for token in draft.tokens if token >= vocabulary]
+        if sizes or outside:
+            found = f"drawn from {sizes[0]}" if sizes else f"token {outside[0]}"
+            raise ValueError(
+                f"the model has {vocabulary} tokens, and a guess was {found}: use DraftModel(vocabulary={vocabulary})"
+            )
 
 
 def _judge(logits: Tensor, drafts: Sequence[Draft], sampling: Sampling | None) -> list[Verdict]:

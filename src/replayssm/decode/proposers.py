@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from replayssm.decode.acceptance import Sampling
 from replayssm.decode.drafts import Draft
@@ -71,9 +71,14 @@ class DraftModel:
         branches: guesses at each place, of which the first is drafted on; 1 is a chain.
         sampling: draw the guesses, without putting back, in place of taking the likeliest. Chance comes from a stream
             of its own, so that it may be the sampling of the loop, or one with the same seed.
+        vocabulary: tokens of the model that verifies, where padding has made the draft model's another number: what
+            both have is guessed. By default they are as many.
     """
 
-    def __init__(self, model: Any, branches: int = 1, sampling: Sampling | None = None) -> None:
+    def __init__(
+        self, model: Any, branches: int = 1, sampling: Sampling | None = None, vocabulary: int | None = None
+    ) -> None:
+        self.vocabulary = vocabulary
         self.session = Session(model)
         self.branches = _at_least_one(branches)
         self.sampling = None if sampling is None else sampling.fork()
@@ -81,6 +86,16 @@ class DraftModel:
         """What the draft model has taken in of each text."""
 
     def propose(self, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Draft]:
+        known = self.session.model.get_input_embeddings().weight.shape[0]
+        largest = max(map(max, texts))
+        if largest >= known:
+            if self.vocabulary is None:
+                raise ValueError(
+                    f"a text has token {largest}, and the draft model has {known} tokens: use "
+                    "DraftModel(vocabulary=...) with the number of the model that verifies"
+                )
+            # another in the place of one that it lacks: what it guesses is verified anyway
+            texts = [[token if token < known else 0 for token in text] for text in texts]
         drafts = [Draft() for _ in texts]
         spines: list[list[int]] = [[] for _ in texts]  # the guesses that are drafted on, by number
         logits = self._catch_up(texts, lengths)
@@ -134,6 +149,8 @@ class DraftModel:
 
     def _branch(self, draft: Draft, parent: int, logits: Tensor, count: int) -> None:
         """Add `count` different guesses behind `parent`."""
+        if self.vocabulary is not None:  # more tokens are cropped, and those that are missing have no chance
+            logits = nn.functional.pad(logits, (0, self.vocabulary - len(logits)), value=-torch.inf)
         if self.sampling is None:
             for token in logits.topk(count).indices.tolist():
                 draft.add(token, parent)
