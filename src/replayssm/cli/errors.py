@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -23,6 +24,19 @@ def clear_errors() -> Iterator[None]:
     except CliError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(USAGE_STATUS) from None
+
+
+@contextmanager
+def reading(path: Path, what: str = "the path") -> Iterator[None]:
+    """Turn what goes wrong with a file of text into a `CliError`; `what` is to be checked when there is none."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CliError(f"There is no file {path}; check {what}.") from None
+    except UnicodeDecodeError:
+        raise CliError(f"The file {path} is not UTF-8 text; convert it first.") from None
+    except OSError as error:
+        raise CliError(f"The file {path} cannot be read: {error.strerror}.") from None
 
 
 def first_line(error: BaseException) -> str:

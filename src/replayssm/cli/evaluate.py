@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from replayssm import __version__
-from replayssm.cli.errors import CliError, first_line
-from replayssm.cli.generate import _check_tokens, load, out_of_memory_is_an_error
+from replayssm.cli.errors import CliError, first_line, reading
+from replayssm.cli.generate import check_tokens, load, out_of_memory_is_an_error
 from replayssm.config import MAX_WINDOW
 from replayssm.evaluate.precision import REFERENCE, Precision
 
@@ -82,7 +82,7 @@ def run(request: Request) -> None:
     tables = Console(highlight=False, soft_wrap=True)
     if text is not None:
         ids = _cut(tokenizer(text)["input_ids"], request).to(request.device)
-        _check_tokens(ids, model)
+        check_tokens(ids, model)
         with _progress(notes, "decoding", len(layers) * request.tokens) as advance:
             evaluation = measure.evaluate(model, ids, request.precisions, window=request.window, progress=advance)
         results["text"] = evaluation.as_json()
@@ -128,7 +128,7 @@ def _check_questions(questions: list[Any], tokenizer: Any, model: Any, request: 
             start, ends = encode(tokenizer, question)
         except ValueError as error:
             raise CliError(f"{request.questions}: {first_line(error)}.") from None
-        _check_tokens(torch.tensor([*start, *chain.from_iterable(ends)]), model)
+        check_tokens(torch.tensor([*start, *chain.from_iterable(ends)]), model)
 
 
 @contextmanager
@@ -167,20 +167,8 @@ def _require_plot(path: Path) -> None:
         raise CliError(f"--plot {path}: {first_line(error)}.") from None
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise CliError(f"There is no file {path}; check the path.") from None
-    except UnicodeDecodeError:
-        raise CliError(f"The file {path} is not UTF-8 text; convert it first.") from None
-    except OSError as error:
-        raise CliError(f"The file {path} cannot be read: {error.strerror}.") from None
-
-
 def _read_text(path: Path) -> str:
-    with _reading(path):
+    with reading(path):
         return path.read_text(encoding="utf-8")
 
 
@@ -190,7 +178,7 @@ def _read_questions(path: Path | None) -> list[Any]:
     if path is None:
         return []
     try:
-        with _reading(path):
+        with reading(path):
             return read_questions(path)
     except ValueError as error:
         raise CliError(f"{first_line(error)}.") from None

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from replayssm import ReplayConfig, attach, detach, models, supported_families
-from replayssm.cli.errors import DIFFERS_STATUS, CliError, first_line
+from replayssm.cli.errors import DIFFERS_STATUS, CliError, first_line, reading
 from replayssm.cli.speculate import Drafted, Guesser, Speculation, require_plain_logits, require_same_tokens
 from replayssm.cli.speculate import run as speculate
 from replayssm.recurrences.binding import bindings
@@ -120,14 +120,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _read_file(file: Path) -> str:
-    try:
+    with reading(file, "the path given to --file"):
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CliError(f"There is no file {file}; check the path given to --file.") from None
-    except UnicodeDecodeError:
-        raise CliError(f"The file {file} is not UTF-8 text; convert it first.") from None
-    except OSError as error:
-        raise CliError(f"The file {file} cannot be read: {error.strerror}.") from None
 
 
 def find_folder(model: str, option: str = "--model") -> Path:
@@ -158,7 +152,7 @@ def run(request: Request) -> int:
     with console.status(f"Loading {request.folder.name}"):
         tokenizer, model = load(request.folder, request.dtype, request.device)
         inputs = tokenizer(request.prompt, return_tensors="pt").to(request.device)
-        _check_tokens(inputs["input_ids"], model)
+        check_tokens(inputs["input_ids"], model)
         handle = _attach(model, request.config())
         proposer, draft_handle = _proposer(request, tokenizer, model)
     if request.echo:
@@ -243,7 +237,7 @@ def _attach(model: Any, config: ReplayConfig) -> Any:
         raise CliError(f"{first_line(error)}.") from None
 
 
-def _check_tokens(input_ids: torch.Tensor, model: Any) -> None:
+def check_tokens(input_ids: torch.Tensor, model: Any) -> None:
     if input_ids.numel() == 0:
         raise CliError("The prompt has no token in this model's vocabulary; give another text.")
     vocab_size = model.get_input_embeddings().num_embeddings

@@ -203,11 +203,9 @@ def _attention(text: Any) -> tuple[int, int]:
     """(elements kept per token, flops per query and context token) of one attention layer."""
     heads = text.num_attention_heads
     latent, selecting = getattr(text, "kv_lora_rank", None), getattr(text, "index_head_dim", None)
-    if selecting:  # keys and values of each head, and what selects among them: two vectors and a weight
-        per_head = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
-        return heads * per_head + 2 * selecting + 1, 2 * heads * per_head
     if latent:  # keys and values of all heads are one vector per token, and scores are taken in its space
-        return latent + text.qk_rope_head_dim, 2 * heads * (2 * latent + text.qk_rope_head_dim)
+        indexer = 2 * selecting + 1 if selecting else 0  # what selects among them: two vectors and a weight
+        return latent + text.qk_rope_head_dim + indexer, 2 * heads * (2 * latent + text.qk_rope_head_dim)
     dim = getattr(text, "attention_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
     return 2 * text.num_key_value_heads * dim, 4 * heads * dim
 
