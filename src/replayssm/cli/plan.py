@@ -17,6 +17,8 @@ from replayssm.planner.step import Plan, Workload, plans, weight_bytes
 
 USUAL = ("fp32", "bf16", "fp32+fp8", "fp32+nvfp4")
 MIB = 2**20
+WIDTH = 130
+"""Characters that the tables need."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def to_json(model: ModelSizes, gpu: Gpu, found: Sequence[Plan]) -> dict[str, obj
 def show(model: ModelSizes, gpu: Gpu, found: Sequence[Plan]) -> None:
     """Print tables on standard output."""
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)  # a narrow terminal breaks lines, but no figure is cut short
     weights = weight_bytes(model)
     layers = ", ".join(f"{count} {recurrence.title}" for recurrence, _, count in model.recurrent)
     console.print(
