@@ -1,6 +1,6 @@
-"""`benchmarks/kernels/run.py` on tiny geometries without a GPU: every peer's kernel is interpreted and checked.
+"""A script of benchmarks/ without a GPU, every peer's kernel interpreted: `dry_run.py kernels ...` or `steps ...`.
 
-Run as a script, so that the stand-ins among the peers' modules stay out of the tests' own process.
+Run as a script itself, so that the stand-ins among the peers' modules stay out of the tests' own process.
 """
 
 import runpy
@@ -16,7 +16,6 @@ interpreter.switch_on()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from vllm.third_party.flash_linear_attention.ops import fused_recurrent  # noqa: E402
 
 
 @triton.jit
@@ -25,8 +24,11 @@ def exp(x):
 
 
 if __name__ == "__main__":
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent
+
     # the module took tl.exp before the interpreter put its own in place
     fused_recurrent.exp = exp
-    script = ROOT / "benchmarks" / "kernels" / "run.py"
-    sys.argv = [str(script), *sys.argv[1:]]
+    _, folder, *arguments = sys.argv
+    script = ROOT / "benchmarks" / folder / "run.py"
+    sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")

@@ -37,7 +37,7 @@ SNAPSHOTS = {
 @pytest.mark.skipif(not (PEERS / "vllm").is_dir(), reason="needs benchmarks/kernels/fetch_peers.py to have run")
 def test_every_peer_is_right_in_the_interpreter(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(PEERS)])}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "bench" / "dry_run.py"), str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "bench" / "dry_run.py"), "kernels", str(tmp_path)]
     command += ["--device", "cpu", "--backend", "torch"]
     for stage in ("baseline", "bits16", "kda", "kda_more", "snapshots"):
         command += ["--stage", stage]

@@ -136,7 +136,7 @@ def test_kernels_of_others_put_out_what_ours_do(tmp_path: Path, family: str, sta
     config = tmp_path / "config.json"
     config.write_text(json.dumps(fields_of(family)))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(PEERS)])}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "bench" / "dry_steps.py"), str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "bench" / "dry_run.py"), "steps", str(tmp_path)]
     command += ["--toy", str(config), "--steps", "2", "--stage", stage]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

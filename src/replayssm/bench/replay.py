@@ -81,13 +81,7 @@ class Replay:
 
     def config(self, case: Case) -> ReplayConfig:
         """The pool's configuration for a case."""
-        return ReplayConfig(
-            window=case.window,
-            verify_len=case.verify_len,
-            checkpoint_format=case.checkpoint_format,
-            read_format=case.read_format,
-            **self.options,
-        )
+        return ReplayConfig.of(case.format, window=case.window, verify_len=case.verify_len, **self.options)
 
     def setup(self, case: Case, device: torch.device, layers: int | None = None) -> PreparedReplay:
         """`layers`: at least so many; by default as many as a cold cache needs."""

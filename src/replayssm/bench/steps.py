@@ -62,13 +62,7 @@ class StepCase:
             raise ValueError(f"accepted must be in 1..{self.verify_len}, got {self.accepted}")
 
     def config(self) -> ReplayConfig:
-        checkpoint, _, read_copy = self.format.partition("+")
-        return ReplayConfig(
-            window=self.window,
-            verify_len=self.verify_len,
-            checkpoint_format=checkpoint,
-            read_format=read_copy or None,
-        )
+        return ReplayConfig.of(self.format, window=self.window, verify_len=self.verify_len)
 
     def __str__(self) -> str:
         steps = f" T={self.verify_len} a={self.accepted}" if self.verify_len > 1 else ""
