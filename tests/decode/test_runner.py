@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replayssm.decode import GROUPED, Runner, Sampling
+from replayssm.decode import GROUPED, STATIC, Runner, Sampling, compile_neighbours
+from replayssm.decode.attention import biased_attention, grouped_attention
 
 from ..attach.helpers import assert_close, attached, built, generate
 from ..attach.models import FAMILIES, build
@@ -56,12 +57,42 @@ def test_the_wrong_column_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found[1] - expected[0]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("implementation", [GROUPED, STATIC])
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1"])
-def test_attention_on_shared_keys(family: str) -> None:
+def test_attention_on_shared_keys(family: str, implementation: str) -> None:
     model, given = build(family), prompts(11, 6)
     expected = torch.cat([generate(model, torch.tensor([ids]), NEW)[1] for ids in given])
-    model.set_attn_implementation(GROUPED)
+    model.set_attn_implementation(implementation)
     with attached(model):
+        _, found = steps(Runner(model, capacity=40), given, NEW)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_on_shared_keys(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, t, 16, generator=generator) for heads, t in ((6, tokens), (2, 64), (2, 64))
+    )
+    sees = torch.randint(2, (2, 1, tokens, 64), generator=generator).bool()
+    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    expected, _ = grouped_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    out = biased_attention(query.unflatten(1, (2, 3)).flatten(2, 3), key, value, mask, 0.3)
+    assert_close(out.unflatten(2, (3, tokens)).flatten(1, 2).transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_compiled_neighbours(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and feed-forward layers are compiled, one function for all modules of a class; nothing else changes."""
+    model, given = build(family), prompts(11, 6)
+    expected = torch.cat([generate(model, torch.tensor([ids]), NEW)[1] for ids in given])
+    torch.compiler.reset()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend="eager", **options))
+    count = compile_neighbours(model)
+    assert count == compile_neighbours(model) + count > 2 * model.config.num_hidden_layers
+    with attached(model), torch._dynamo.config.patch(error_on_recompile=False, fail_on_recompile_limit_hit=True):
         _, found = steps(Runner(model, capacity=40), given, NEW)
     assert_close(found, expected)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import torch
 import vllm
 from torch import Tensor
 from vllm.model_executor.layers.mamba.ops.mamba_ssm import override_ssm_config, selective_state_update
@@ -78,14 +79,21 @@ class VllmMamba2Snapshots(VllmMamba2):
         return [{}, *sweep(BLOCK_SIZE_M=blocks, num_warps=(1, 2, 4))]
 
 
-class VllmMamba2Given(VllmMamba2):
-    """For layers that have computed dt already; `dt_bias` is zero."""
+class Given:
+    """For layers that have computed dt already. The kernel adds a bias nevertheless, so it is zero."""
 
     raw = False
 
+    def setup(self, case: Case, device: torch.device) -> PeerRun:
+        run = super().setup(case, device)
+        run.inputs.params["dt_bias"].zero_()
+        return run
 
-class VllmMamba2SnapshotsGiven(VllmMamba2Snapshots):
-    raw = False
+
+class VllmMamba2Given(Given, VllmMamba2): ...
+
+
+class VllmMamba2SnapshotsGiven(Given, VllmMamba2Snapshots): ...
 
 
 PEERS = (VllmMamba2, VllmMamba2Snapshots)

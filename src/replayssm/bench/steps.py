@@ -22,7 +22,7 @@ from replayssm.attach.transformers.sequences import Sequences
 from replayssm.bench.cases import MODEL_DTYPE, cycle
 from replayssm.bench.reference import CheckFailed, relative_error
 from replayssm.bench.rows import Refusal, Report, Row
-from replayssm.decode import GROUPED, Runner
+from replayssm.decode import STATIC, Runner, compile_neighbours
 from replayssm.decode.columns import Ragged
 from replayssm.decode.runner import WARM_UP
 
@@ -33,6 +33,9 @@ all layers in front of it. A state that is not there makes it 0.5 and more (a te
 
 PER_LAYER = ("layers_block_type", "layer_types", "mlp_layer_types")
 """Fields of configurations that have an entry per layer."""
+
+CHUNKS, SHORT_CHUNK = ("chunk_size", "mamba_chunk_size"), 16
+"""Fields with the chunk of a prompt's scan. Prompts are not timed."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,18 @@ def fewer_layers(fields: Mapping[str, Any], layers: int | None) -> dict[str, Any
 
 
 def build_model(fields: Mapping[str, Any], device: torch.device) -> Any:
-    """The model of a configuration with random weights in bf16."""
+    """The model of a configuration with random weights in bf16; on a GPU its neighbours are compiled."""
     from replayssm.planner.model import build, config_of
 
+    config = config_of(fields)
+    for name in CHUNKS:
+        # a scan of prompts pads each to whole chunks, which for a large batch of short ones is more than a GPU holds
+        if hasattr(config, name):
+            setattr(config, name, SHORT_CHUNK)
     with device:
-        model = build(config_of(fields), dtype=MODEL_DTYPE, attn_implementation=GROUPED).eval()
+        model = build(config, dtype=MODEL_DTYPE, attn_implementation=STATIC).eval()
+    if device.type == "cuda":
+        compile_neighbours(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # as they are drawn by default, little of a state would be seen in what a layer puts out

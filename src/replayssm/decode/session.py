@@ -22,11 +22,11 @@ from replayssm.attach.transformers.attached import Attached
 from replayssm.attach.transformers.layers import attention_class
 from replayssm.attach.transformers.sequences import Sequences
 from replayssm.attach.transformers.speculation import MARK
-from replayssm.decode.attention import GROUPED
+from replayssm.decode.attention import GROUPED, STATIC
 from replayssm.decode.columns import Columns, Ragged, ragged_cache
 from replayssm.flow.algebra import lineage
 
-MASKED_BY = ("eager", "sdpa", GROUPED)
+MASKED_BY = ("eager", "sdpa", GROUPED, STATIC)
 """Attention implementations that take a mask of four dimensions."""
 CACHED = (("keys", 2), ("values", 2), ("indexer_keys", 1))
 """Tensors of a layer of the cache with one column per token, and the dim of the columns."""
