@@ -22,12 +22,12 @@ H, P, BLOCK_P = 3, 24, 16
 def write_kernel(
     states, copy, saturated,
     N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr,
-    BLOCKS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCKS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     head = states + h * (N * P)
-    round_copy(head, copy, 1, h, p, saturated, N, P, CODES, BITS, BLOCKS, CODE, LARGEST_CODE, NATIVE)
+    round_copy(head, copy, 1, h, p, saturated, N, P, CODES, BITS, BLOCKS, CODE, LARGEST_CODE)
 
 
 @triton.jit
@@ -94,16 +94,15 @@ NATIVE = [False, True] if DEVICE.type == "cuda" else [False]
 
 
 @pytest.mark.parametrize("keys", [64, 128])
-@pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("name", list(TRITON_FORMATS))
-def test_what_is_written_is_what_the_format_says(name: str, native: bool, keys: int) -> None:
+def test_what_is_written_is_what_the_format_says(name: str, keys: int) -> None:
     x, parts = state(keys, keys).to(DEVICE), parts_of(name, keys)
-    constants = format_constants(name, keys, native)
+    constants = format_constants(name, keys)
     saturated = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     write_kernel[(H, 2)](
         x, copy_argument(name, parts), saturated, keys, P, BLOCK_P,
         constants["CODES"], constants["BITS"], constants["BLOCKS"], constants["CODE"],
-        constants["LARGEST_CODE"], constants["NATIVE"],
+        constants["LARGEST_CODE"],
     )  # fmt: skip
     expected = FORMATS[name].encode(x)
     before = parts_of(name, keys)
@@ -122,7 +121,7 @@ def test_a_nan_stays_in_its_column_and_is_read(name: str) -> None:
     write_kernel[(H, 2)](
         x, copy_argument(name, parts), saturated, 64, P, BLOCK_P,
         constants["CODES"], constants["BITS"], constants["BLOCKS"], constants["CODE"],
-        constants["LARGEST_CODE"], constants["NATIVE"],
+        constants["LARGEST_CODE"],
     )  # fmt: skip
     read = FORMATS[name].decode({suffix: part[1:] for suffix, part in parts.items()}, torch.float32)
     assert read[0, 1, :, 5].isnan().all()

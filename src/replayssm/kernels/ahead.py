@@ -15,23 +15,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm.kernels import compact, materialize, plan
-from replayssm.kernels.copies import copy_kernel
 from replayssm.kernels.formats import format_constants
 from replayssm.kernels.launch import (
-    COPYING,
     WORK,
     Choice,
     Tile,
-    copy_constants,
     copy_suffixes,
     form_of,
     prepare_constants,
     prepared_warps,
+    solve_constants,
     solves_again,
     verify_constants,
 )
 from replayssm.kernels.prepare import prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
+from replayssm.kernels.solve import solve_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.state.layout import StateLayout
 
@@ -62,8 +61,8 @@ def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability:
     found = {"prepare": compile_prepare(layout, tokens, capability)}
     if choice.flush is None:
         return found | {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
-    if layout.read_format is not None:
-        found["copy"] = compile_copy(layout, capability)
+    if solves_again(layout):
+        found["solve"] = compile_solve(layout, capability)
     return found | {
         "step": compile_verify(layout, tokens, choice.step, STEP_ROWS.value, capability),
         "flush": compile_verify(layout, tokens, choice.flush, FLUSH_ROWS.value, capability),
@@ -72,7 +71,7 @@ def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability:
 
 def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, is_tree: bool = False) -> Resources:
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
-    signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32") | {"programs": "i32"}
+    signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32")
     given = prepare_constants(layout, 256, tokens, capability >= 90, is_tree)
     return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens, is_tree), capability)
 
@@ -96,11 +95,10 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
 
 
-def compile_copy(layout: StateLayout, capability: int = 90) -> Resources:
-    """Compile `copy_kernel` for a layer with a read copy, as the launcher would call it."""
-    signature = _layer_signature(layout) | {"saturated": "*i64"}
-    given = copy_constants(layout, capability >= 90) | _formats(layout, capability)
-    return _compile(copy_kernel, signature, given, COPYING.num_warps, capability)
+def compile_solve(layout: StateLayout, capability: int = 90) -> Resources:
+    """Compile `solve_kernel` for a delta rule with a read copy, as the launcher would call it."""
+    signature = _layer_signature(layout) | dict.fromkeys(WORK, "*fp32")
+    return _compile(solve_kernel, signature, solve_constants(layout, capability >= 90), 1, capability)
 
 
 def _formats(layout: StateLayout, capability: int) -> dict[str, Any]:

@@ -36,10 +36,10 @@ class TritonFormat:
         block: key rows with a scale of their own; 0 when only columns have one.
         value: (words, c) -> fp32, code c of every word times 1 / factor.
         factor: see `value`; a power of two.
-        code: (x, NATIVE) -> int32, the code nearest to a number that was divided by its scale.
+        code: x -> int32, the code nearest to a number that was divided by its scale.
         largest: what the largest number of a column becomes when it is divided by the column's scale.
         native: `value` for all codes of a word at once, of factor 1, with the conversions that GPUs from compute
-            capability 8.9 have; `code` then uses them as well. None where there are none.
+            capability 8.9 have. None where there are none.
     """
 
     parts: tuple[str, ...]
@@ -148,7 +148,7 @@ def word_dot(
 def round_copy(
     state, copy, slot, h, p, saturated,
     N: tl.constexpr, P: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
-    CODE: tl.constexpr, LARGEST_CODE: tl.constexpr, NATIVE: tl.constexpr,
+    CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
     """Write the read copy of columns `p` of a head, whose checkpoint [N, P] `state` points to.
 
@@ -183,9 +183,9 @@ def round_copy(
         inverse = tl.div_rn(1.0, block_scale(block) * column[None, :])
         spread = tl.broadcast_to(inverse[None, :, :], [inside, BLOCKS, p.shape[0]])
         inverse = tl.reshape(spread, [WORDS, p.shape[0]])
-    words = CODE(tiles[0] * inverse, NATIVE)  # type: ignore[misc]
+    words = CODE(tiles[0] * inverse)  # type: ignore[misc]
     for c in tl.static_range(1, CODES):
-        words |= CODE(tiles[c] * inverse, NATIVE) << (BITS * c)
+        words |= CODE(tiles[c] * inverse) << (BITS * c)
     tl.store(copy_at(copy[0], slot, h, r, p, WORDS, P), words, mask=mask)
     tl.store(copy[1][0] + slot * copy[1][1] + h * P + p, column, mask=p < P)
 
@@ -240,11 +240,9 @@ def fp8_native(words):
 
 
 @triton.jit
-def fp8_code(x, NATIVE: tl.constexpr):
-    if NATIVE:  # beyond +-448 it is that
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    else:
-        return e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0))
+def fp8_code(x):
+    # not by the conversion that GPUs from compute capability 8.9 have: a fold beside it would spill
+    return e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0))
 
 
 @triton.jit
@@ -254,7 +252,7 @@ def int8_value(words, c: tl.constexpr):
 
 
 @triton.jit
-def int8_code(x, NATIVE: tl.constexpr):
+def int8_code(x):
     # 1.5 * 2^23 is where fp32 numbers are spaced by 1: to the nearest even integer
     return (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True) & 255
 
@@ -265,7 +263,7 @@ def nvfp4_value(words, c: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_code(x, NATIVE: tl.constexpr):
+def nvfp4_code(x):
     size = tl.minimum(tl.abs(x), 6.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)

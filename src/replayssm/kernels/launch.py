@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from replayssm.kernels.copies import copy_kernel
 from replayssm.kernels.formats import TRITON_FORMATS, format_constants
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
+from replayssm.kernels.solve import solve_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.recurrences.base import Recurrence
 from replayssm.recurrences.triton_form import TritonForm
@@ -31,8 +31,8 @@ MAX_PREPARED_WEIGHTS = 2048
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
 
-SOLVING_PROGRAMS, COPYING_PROGRAMS = 8, 4
-"""Programs per multiprocessor that solve windows again, and that round read copies."""
+SOLVING_PROGRAMS = 16
+"""Programs per multiprocessor that solve windows again."""
 
 FLUSH_WARPS = 16
 """Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
@@ -72,10 +72,6 @@ class Choice:
     recurrent: bool = False
 
 
-COPYING = Tile(32, num_warps=2)
-"""How the launch that rounds read copies divides the work."""
-
-
 @cache
 def form_of(recurrence: Recurrence) -> TritonForm:
     """The recurrence's Triton form, from its own folder."""
@@ -99,7 +95,7 @@ def workspace(layout: StateLayout, rows: int, tokens: int, device: torch.device)
     return torch.empty(sum(_work_sizes(layout, rows, tokens)), dtype=torch.float32, device=device)
 
 
-# arguments of kernels/prepare.py
+# arguments of kernels/prepare.py and kernels/solve.py
 WORK = ("weights", "probes", "solves")
 
 
@@ -124,11 +120,6 @@ def prepared_heads(layout: StateLayout, rows: int, tokens: int) -> int:
     while heads > 2 and rows * layout.geometry.heads // heads < FEWEST_PREPARING:
         heads //= 2
     return heads
-
-
-def prepared_programs(layout: StateLayout, rows: int, tokens: int) -> int:
-    """Programs of the first launch."""
-    return rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
 
 
 def prepared_warps(layout: StateLayout, tokens: int, is_tree: bool = False) -> int:
@@ -169,9 +160,9 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
 
 
 @cache
-def copy_constants(layout: StateLayout, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments of `copy_kernel`, among others."""
-    return layer_constants(layout) | {"BLOCK_P": COPYING.block_p, "OVERLAP": overlap}
+def solve_constants(layout: StateLayout, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments of `solve_kernel`, among others."""
+    return layer_constants(layout) | {"OVERLAP": overlap}
 
 
 def clamp_limit(dtype: torch.dtype) -> float:
@@ -274,11 +265,12 @@ def launch_verify(
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    given["programs"] = prepared_programs(layout, rows, tokens)
+    if solves_again(layout):
+        programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * _processors(y.device))
+        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=1, **early)
     constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
-    programs = given["programs"] + (SOLVING_PROGRAMS * _processors(y.device) if solves_again(layout) else 0)
-    warps = prepared_warps(layout, tokens, is_tree)
-    run(prepare_kernel, programs, given, constants, num_warps=warps, **early)
+    programs = rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
+    run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens, is_tree), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units
@@ -289,9 +281,6 @@ def launch_verify(
         programs = min(units_of(choice.flush), _processors(y.device) * max(1, FLUSH_WARPS // warps))
         constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=warps, **early)
-    if layout.read_format is not None:
-        programs = min(units_of(COPYING), COPYING_PROGRAMS * _processors(y.device))
-        run(copy_kernel, programs, given, copy_constants(layout, overlap), num_warps=COPYING.num_warps, **early)
 
 
 def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:

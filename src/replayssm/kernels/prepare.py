@@ -16,10 +16,6 @@ The weights of a row's head are a block of floats per token t, in this order (`b
 | T      | delta rules: the same in the correction of token t (drafts before t)                          |
 | 5      | of the state in output t, and in the correction; rate of t; decay of the fold as high + low   |
 
-Where a fold must solve the window of a delta rule again (read copies), programs of their own do it for rows that are
-due, beside the others: `solves` [B, H, WP + 1, WP] holds for each head the matrix M = (I + A)^-1 diag(rate) that takes
-errors to write vectors, A[s, i] = rate_s (decay from i to s) (k_s . k_i) for i < s, and behind it factors of S^T k.
-
 A decay per channel cannot be drawn out of a product with the state: then `probes` [B, H, T, 2, N] holds the query and
 the key of each token with all decays in them, and the weights of the state are not used.
 
@@ -34,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low
-from replayssm.kernels.plan import DUE_COUNT, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS, TREE
+from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS, TREE
 
 
 def block_size(tokens: int, window: int, delta_rule: bool) -> int:
@@ -52,21 +48,20 @@ def pick(matrix, t):
 
 @triton.jit
 def prepare_kernel(
-    plan_row, plan, programs, keys, ring, rates, key, query, inputs, layer_params, weights, probes, solves,
+    plan_row, plan, keys, ring, rates, key, query, inputs, layer_params, weights, probes,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
-    """A program per row and HEADS heads of one key head, and with SOLVES some more for due rows. See the module.
+    """A program per row and HEADS heads of one key head. See the module.
 
     Shapes: B rows, T tokens (TP padded), H heads, G key heads, N key dim (NP padded), window padded to WP.
 
     | argument | shape                | in/out | meaning                                                        |
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, columns] int64   | in     | `state.plan.COLUMNS`; rows lie `plan_row` apart                |
-    | programs |                      |        | how many do not solve                                          |
     | keys     | [slots, rows, G, N]  | in/out | ring of raw keys: (pointer, slot, row and head stride)         |
     | rates    | [slots, rows, H]     | in/out | ring of rates, with SOLVES: the same                           |
     | ring     | tuple of such        | in/out | the recurrence's other ring fields, write vectors excepted     |
@@ -75,25 +70,12 @@ def prepare_kernel(
     | layer_params | tuple of pointers | in    | per-layer constants                                            |
     | weights  | [B, H, T, BLOCK] fp32 | out   | see the module                                                 |
     | probes   | [B, H, T, 2, N] fp32 | out    | the same; written when CHANNEL                                 |
-    | solves   | [B, H, WP + 1, WP]   | out    | the same; written with SOLVES for rows that fold               |
     """
     if OVERLAP:
         # once everything earlier has ended, the second launch may start and ask for its states
         gdc_wait()
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    if SOLVES and pid >= programs:
-        due = tl.load(plan + DUE_COUNT).to(tl.int32)
-        for item in range(pid - programs, due * H, tl.num_programs(0) - programs):
-            b = tl.load(plan + item // H * plan_row + ORDER)
-            row = plan + b * plan_row
-            h = item % H
-            solve_window(
-                h, h // (H // G), tl.load(row + SLOT), tl.load(row + FOLDED), tl.load(row + FOLD_START), keys, ring,
-                rates, layer_params, solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES,
-                RECORD_DECAY,
-            )  # fmt: skip
-        return
     b = (pid // (H // HEADS)).to(tl.int64)
     h = pid % (H // HEADS) * HEADS
     g = h // (H // G)
@@ -132,35 +114,6 @@ def prepare_kernel(
                 H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
                 TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
-
-
-@triton.jit
-def solve_window(
-    h, g, slot, folded, start, keys, ring, rates, layer_params, out,
-    N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
-    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
-):  # fmt: skip
-    """`solves` of one head, row by row: M_s = rate_s (e_s - sum over i < s of (decay) (k_s . k_i) M_i)."""
-    n, i = tl.arange(0, NP), tl.arange(0, WP)
-    kept_mask = i < folded
-    rows = (start + i) % RING_ROWS
-    key_at = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
-    raw = tl.load(key_at, mask=kept_mask[:, None] & (n < N)[None, :], other=0)
-    key_scale, _ = RECORD_SCALES(ring, slot, rows, g, h, kept_mask)
-    log_decay = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, kept_mask, N)
-    rate = tl.load(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], mask=kept_mask, other=0)
-    overlap = exact_dot(raw, tl.trans(raw)) * key_scale[:, None] * key_scale[None, :]
-    matrix = tl.zeros([WP, WP], tl.float32)
-    since = tl.zeros([WP], tl.float32)  # log decay from record i to the present one, a sum of one sign
-    for s in range(folded):
-        here = i == s
-        since = tl.where(i < s, since + tl.sum(tl.where(here, log_decay, 0.0), 0), 0.0)
-        rate_s = tl.sum(tl.where(here, rate, 0.0), 0)
-        weight = tl.where(i < s, rate_s * tl.exp(since) * pick(overlap, s), 0.0)
-        row = tl.where(here, rate_s, 0.0) - tl.sum(weight[:, None] * matrix, 0)
-        matrix = tl.where(here[:, None], row[None, :], matrix)
-    tl.store(out + i[:, None] * WP + i[None, :], matrix)
-    tl.store(out + WP * WP + i, tl.exp(tl.cumsum(log_decay, 0)) * key_scale)
 
 
 @triton.jit

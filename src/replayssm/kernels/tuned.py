@@ -174,7 +174,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         if tokens > 1:
             step, flush = _fit(layout, 64, 4, 4, 3), _fit(layout, 16, 8, 2, 2)
         if recurrence.delta_rule and layout.config.window > 16:  # a fold holds the matrix that solves the window, too
-            flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 32, 1, 4)
+            flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 16, 1, 4)
         return Choice(step, flush), "a read copy: rows that fold get a launch of their own"
     if tokens > 1:
         wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)

@@ -5,9 +5,9 @@ With the weights of the first launch (kernels/prepare.py) an output is a few wei
 two probes (q and k), and written back only where the row is due.
 
 With a read copy, rows that are not due never see the checkpoint: the copy's words stand in its place. Rows that are due
-fold into the checkpoint, which is what their outputs then read, and a last launch rounds their copies
-(kernels/copies.py). Delta rules solve the window again for a fold, with the matrix that the first launch left, because
-the ring's write vectors were corrected against the old copy.
+fold into the checkpoint, which is what their outputs then read; their copies are rounded from what the fold has stored,
+when all its registers are free again. Delta rules solve the window again for a fold (kernels/solve.py), because the
+ring's write vectors were corrected against the old copy.
 
 A state or a ring row is read once in a step, what is written is read soon: the eviction hints keep the former from
 pushing the latter out of the L2 before its lines are full (measured in docs/experiments.md).
@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, solved_writes, state_dot
-from replayssm.kernels.formats import block_scale, copy_at, word_dot, word_sums
+from replayssm.kernels.formats import block_scale, copy_at, round_copy, word_dot, word_sums
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -37,6 +37,7 @@ def verify_kernel(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
@@ -52,7 +53,7 @@ def verify_kernel(
     | key, query | [B, T, G, N]       | in     | this step's raw tokens: (pointer, row stride, token stride)    |
     | value    | [B, T, H, P]         | in     | the same                                                       |
     | layer_params | tuple of pointers | in    | per-layer constants                                            |
-    | weights, probes, solves | see prepare.py | in | of the first launch                                       |
+    | weights, probes, solves | see prepare.py, solve.py | in | of the launches before                          |
     | y        | [B, T, H, P]         | out    | outputs, zero beyond each row's tokens                         |
     | saturated | [slots] int64       | in/out | counts elements beyond LIMIT, where that is not 0              |
     """
@@ -68,13 +69,24 @@ def verify_kernel(
             b = tl.load(plan + item // chunks * plan_row + ORDER)
             row = plan + b * plan_row
             first = item % chunks * count
+            last = tl.minimum(first + count, units)
+            slot = tl.load(row + SLOT)
             verify_units(
-                b, first, tl.minimum(first + count, units), tl.load(row + SLOT), tl.load(row + FOLDED), row, state,
+                b, first, last, slot, tl.load(row + FOLDED), row, state,
                 state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
                 solves, y, saturated, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
                 DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
                 VALUE, NATIVE,
             )  # fmt: skip
+            if CODES > 0:
+                tl.debug_barrier()  # what other threads have stored is read
+                for unit in range(first, last):
+                    h = unit // (units // H)
+                    head = state + slot * state_slot + h * (N * P)
+                    round_copy(
+                        head, copy, slot, h, unit_columns(unit, P, BLOCK_P), saturated, N, P, CODES, BITS, BLOCKS, CODE,
+                        LARGEST_CODE,
+                    )  # fmt: skip
     else:
         b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
