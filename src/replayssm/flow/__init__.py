@@ -7,7 +7,7 @@ accepted, or `commit_path` where the drafts were a tree. Prompts use `prompt` in
 """
 
 from replayssm.flow.commit import commit, commit_path
-from replayssm.flow.conv import causal_conv, conv_append, conv_paths, conv_window
+from replayssm.flow.conv import causal_conv, conv_append, conv_window
 from replayssm.flow.flush import flush
 from replayssm.flow.materialize import materialize, materialize_into
 from replayssm.flow.prefill import load, prefill
@@ -21,7 +21,6 @@ __all__ = [
     "commit",
     "commit_path",
     "conv_append",
-    "conv_paths",
     "conv_window",
     "flush",
     "load",

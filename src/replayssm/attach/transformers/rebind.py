@@ -17,9 +17,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from replayssm.attach.transformers.find import RecurrentLayer
-from replayssm.attach.transformers.sequences import ConvPaths, StateHandle
+from replayssm.attach.transformers.sequences import ConvInputs, StateHandle
+from replayssm.flow.conv import ACTIVATIONS as CONV_ACTIVATIONS
 from replayssm.recurrences.binding import Binding, Core
 
 
@@ -87,13 +89,8 @@ def cache_argument(forward: Callable[..., Any]) -> tuple[str, int]:
 
 
 def _conv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def conv(x: Tensor | ConvPaths, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, ConvPaths):
-            return original(x, *args, **kwargs)
-        # each token's path as a sequence of its own, of which only the last output is asked for
-        rows, tokens, *_ = x.inputs.shape
-        out = original(x.inputs.flatten(0, 1), *args, **kwargs)[..., -1]
-        return out.unflatten(0, (rows, tokens)).transpose(1, 2)
+    def conv(x: Tensor | ConvInputs, *args: Any, **kwargs: Any) -> Any:
+        return _convolved(x, *args, **kwargs) if isinstance(x, ConvInputs) else original(x, *args, **kwargs)
 
     return conv
 
@@ -102,10 +99,18 @@ def _conv_step(original: Callable[..., Any], conv: Callable[..., Any]) -> Callab
     def conv_step(x: Tensor, state: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, StateHandle):
             return original(x, state, *args, **kwargs)
-        joined = state.sequences.extend_conv(state.ordinal, x)
-        return conv(joined, *args, **kwargs)[..., -x.shape[-1] :]
+        return conv(state.sequences.conv_inputs(state.ordinal, x), *args, **kwargs)[..., -x.shape[-1] :]
 
     return conv_step
+
+
+def _convolved(
+    given: ConvInputs, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """A step's convolution [B, channels, T]; activations that the flow does not know follow it."""
+    known = activation in CONV_ACTIVATIONS
+    y = given.sequences.convolve(given.ordinal, given.x, weight, bias, activation if known else None)
+    return y if known else ACT2FN[activation](y)
 
 
 def _core(core: Core, original: Callable[..., Any]) -> Callable[..., Any]:
