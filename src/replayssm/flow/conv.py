@@ -106,10 +106,10 @@ def causal_conv(
     state = pool.layers[layer]
     _require_conv(state)
     parts = [raw] if isinstance(raw, Tensor) else list(raw)
-    _check_conv(state, step, parts, weight, bias, activation)
+    check_conv(state, step, parts, weight, bias, activation)
     kernels = None if step.is_prompt else kernels_of(pool)
     if kernels is not None and step.width:
-        return kernels.convolve(layer, step.plan, parts, weight, bias, activation, step.is_tree)
+        return kernels.causal_conv(layer, step.plan, parts, weight, bias, activation, step.is_tree)
     raw = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     window = conv_window(pool, layer, step)
     conv_append(pool, layer, step, raw)
@@ -125,9 +125,10 @@ def causal_conv(
     return masked(total if activation is None else F.silu(total), step.token_mask).to(raw.dtype)
 
 
-def _check_conv(
+def check_conv(
     state: LayerState, step: Step, parts: list[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> None:
+    """ValueError unless `causal_conv` can run with these."""
     layout, batch = state.layout, (step.plan.shape[0], step.width)
     channels, width = layout.geometry.conv_channels, layout.geometry.conv_width
     fits = all(part.dim() == 3 and part.shape[:2] == batch and part.dtype == layout.model_dtype for part in parts)

@@ -15,8 +15,10 @@ from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
 from replayssm.kernels.compact import launch_compact
 from replayssm.kernels.convolve import launch_convolve
+from replayssm.kernels.gated_norm import launch_gated_norm
 from replayssm.kernels.launch import launch_verify, workspace
 from replayssm.kernels.tuned import choose, explain, heuristic
+from replayssm.recurrences.mixer import Norm, Weights
 from replayssm.state.cursor import Cursor
 from replayssm.state.layout import StateLayout, numbered
 from replayssm.state.plan import COLUMNS
@@ -156,6 +158,21 @@ def convolve_op(
     )
 
 
+@torch.library.custom_op("replayssm::gated_norm", mutates_args={"out"})
+def gated_norm_op(
+    y: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    out: Tensor,
+    size: int,
+    eps: float,
+    gate_first: bool,
+    is_sigmoid: bool,
+) -> None:
+    """`y` [B, T, H, P] normalised and gated by `z` [B, T, H * P] into `out`; see `kernels.gated_norm`."""
+    launch_gated_norm(y, z, weight, out, size, eps, gate_first, is_sigmoid)
+
+
 @torch.library.custom_op("replayssm::fold", mutates_args={"memory", "saturated"})
 def fold_op(plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], saturated: Tensor, layout: int) -> None:
     """Fold the rows that are due, without running tokens."""
@@ -185,7 +202,7 @@ def _writes_only(*args: object) -> None:
     """What these operators do to tensors whose memory is not there: nothing."""
 
 
-for _op in (settle_op, commit_op, compact_op, verify_op, convolve_op, fold_op, materialize_op, read_op):
+for _op in (settle_op, commit_op, compact_op, verify_op, convolve_op, gated_norm_op, fold_op, materialize_op, read_op):
     _op.register_fake(_writes_only)
 
 
@@ -268,7 +285,7 @@ class Kernels:
         verify_op(plan, *self._layer(layer), given, out, work, saturated, number, is_tree)
         return out
 
-    def convolve(
+    def causal_conv(
         self,
         layer: int,
         plan: Tensor,
@@ -279,12 +296,45 @@ class Kernels:
         is_tree: bool,
     ) -> Tensor:
         """As `flow.causal_conv` in a step to the ring; `x` are its inputs, side by side."""
-        state = self._pool.layers[layer]
-        channels = state.layout.geometry.conv_channels
-        y = torch.empty(*x[0].shape[:2], channels, dtype=x[0].dtype, device=plan.device)
-        number = self._pool.layout_numbers[layer]
+        y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
         convolve_op(plan, self._carry(layer), x, weight, bias, activation, y, [], [], [], [], number, is_tree)
         return y
+
+    def convolve(
+        self, layer: int, plan: Tensor, x: Sequence[Tensor], weights: Weights, given: Sequence[Tensor], is_tree: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same, and the recurrence's "exact" inputs, made of the gate inputs `given`, by name."""
+        y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
+        layout = self._pool.layers[layer].layout
+        gates = {
+            field.name: torch.empty(
+                *y.shape[:2], *field.shape(layout.geometry), dtype=torch.float32, device=plan.device
+            )
+            for field in layout.recurrence.inputs
+            if field.dtype == "exact"
+        }
+        convolve_op(
+            plan,
+            self._carry(layer),
+            x,
+            weights.conv,
+            weights.conv_bias,
+            weights.activation,
+            y,
+            [_dense(part) for part in given],
+            list(weights.gates),
+            list(weights.constants),
+            list(gates.values()),
+            number,
+            is_tree,
+        )
+        return y, gates
+
+    def gated_norm(self, y: Tensor, z: Tensor, norm: Norm) -> Tensor:
+        """As `Norm` itself."""
+        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        gated_norm_op(y, _dense(z), norm.weight, out, norm.size, norm.eps, norm.gate_first, norm.gate == "sigmoid")
+        return out
 
     def fold_due(self, layer: int, plan: Tensor) -> None:
         """As `flow.flush.fold_due`."""
@@ -305,6 +355,10 @@ class Kernels:
     @property
     def _counters(self) -> list[Tensor]:
         return [counter for _, counter in self._pool.cursor.items()]
+
+    def _conv_output(self, layer: int, x: Sequence[Tensor]) -> Tensor:
+        channels = self._pool.layers[layer].layout.geometry.conv_channels
+        return torch.empty(*x[0].shape[:2], channels, dtype=x[0].dtype, device=x[0].device)
 
     def _carry(self, layer: int) -> list[Tensor]:
         state = self._pool.layers[layer]

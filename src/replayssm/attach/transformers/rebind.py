@@ -81,10 +81,13 @@ def _copied(
     return rebound, module
 
 
-def cache_argument(forward: Callable[..., Any]) -> tuple[str, int]:
-    """Name and position (self not counted) of a mixer's cache argument, which 5.24 renamed."""
+def argument(forward: Callable[..., Any], *names: str) -> tuple[str, int]:
+    """Name and position (self not counted) of the first of `names` that a mixer's forward takes.
+
+    5.24 renamed the cache.
+    """
     parameters = list(inspect.signature(forward).parameters)
-    name = "cache" if "cache" in parameters else "cache_params"
+    name = next(name for name in names if name in parameters)
     return name, parameters.index(name) - 1
 
 

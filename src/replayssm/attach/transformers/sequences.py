@@ -23,6 +23,7 @@ from replayssm import flow
 from replayssm.attach.transformers.speculation import certain_window
 from replayssm.flow.prefill import state_before
 from replayssm.recurrences.base import Tensors
+from replayssm.recurrences.mixer import Mixer, Projected, Weights
 from replayssm.state.pool import StatePool
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class Sequences:
         A prompt's come behind those before them, for the model's own convolution, and are kept as the slots' carry.
         """
         step, raw = self._running(), x.transpose(1, 2)
-        if self.prompt is None and not step.is_prompt:
+        if self.only_ring:
             return ConvInputs(self, ordinal, x)
         first = self.prompt or step
         window = flow.conv_window(self.pool, ordinal, first) if self.has_state[0] else raw[:, :0]
@@ -243,6 +244,17 @@ class Sequences:
         }
         with exactly(self.pool.device):
             return flow.verify(self.pool, ordinal, self._running(), {**inputs, **raised})
+
+    @property
+    def only_ring(self) -> bool:
+        """Whether all tokens of the open forward go to the ring."""
+        return self.prompt is None and not self._running().is_prompt
+
+    def mix(self, ordinal: int, mixer: Mixer, weights: Weights, projected: Projected) -> Tensor:
+        """What the layer's output projection gets, [B, T, H * P], of the step's tokens, which go to the ring."""
+        self.advanced = True
+        with exactly(self.pool.device):
+            return flow.mix(self.pool, ordinal, self._running(), mixer, weights, projected)
 
     def state_before(self, ordinal: int) -> Tensor:
         """The state before a prompt's next chunk, in the model's own layout."""
