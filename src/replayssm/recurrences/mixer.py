@@ -101,6 +101,8 @@ class Mixer:
             the same as `gate`.
         norm: module -> the module that `Weights.norm` stands for, None without one.
         out: module -> the projection behind the norm.
+        masks_inputs: whether a mask of padding tokens multiplies the hidden states in front of the projections and
+            nothing else; where it does more, steps that have one run the layer's own forward.
         refusal: module -> why this description is not what the module does, or None; besides what holds for all.
     """
 
@@ -110,6 +112,7 @@ class Mixer:
     gates: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...], Geometry], dict[str, Tensor]]
     norm: Callable[[Any], Any]
     out: Callable[[Any], Any]
+    masks_inputs: bool
     refusal: Callable[[Any], str | None] = lambda module: None
 
 

@@ -197,8 +197,8 @@ class Attached:
                 return inner(mixer, *args, **kwargs)
             sequences.enter(ordinal, hidden)
             try:
-                if mask is None and self._fuses(ordinal, sequences):
-                    out = fused_forward(layer, sequences, ordinal, hidden)
+                if self._fuses(ordinal, sequences, mask):
+                    out = fused_forward(layer, sequences, ordinal, hidden, mask)
                 else:
                     out = inner(mixer, *args, **kwargs)
                 sequences.leave()
@@ -209,9 +209,12 @@ class Attached:
 
         return forward
 
-    def _fuses(self, ordinal: int, sequences: Sequences) -> bool:
+    def _fuses(self, ordinal: int, sequences: Sequences, mask: Tensor | None) -> bool:
         """Whether a layer's step runs `flow.mix`: it does on the kernels, and where it is asked to."""
         if self.unfused[ordinal] is not None or not sequences.only_ring:
+            return False
+        mixer = self.layers[ordinal].binding.mixer
+        if mask is not None and (mixer is None or not mixer.masks_inputs):
             return False
         return self.fused is True or sequences.pool.backend == "triton"
 

@@ -67,10 +67,17 @@ def _norm_refusal(module: Any, norm: Norm, width: int) -> str | None:
     return None if same else f"{name} is not the norm that is known"
 
 
-def fused_forward(layer: RecurrentLayer, sequences: Sequences, ordinal: int, hidden: Tensor) -> Tensor:
-    """A mixer's forward over the tokens `hidden` [B, T, *] of the open step, which goes to the ring."""
+def fused_forward(
+    layer: RecurrentLayer, sequences: Sequences, ordinal: int, hidden: Tensor, mask: Tensor | None
+) -> Tensor:
+    """A mixer's forward over the tokens `hidden` [B, T, *] of the open step, which goes to the ring.
+
+    `mask` [B, T] is False at padding tokens; `Mixer.masks_inputs` says whether there may be one.
+    """
     described, module = layer.binding.mixer, layer.mixer
     assert described is not None
+    if mask is not None:
+        hidden = (hidden * mask.unsqueeze(2)).to(hidden.dtype)
     projected = described.project(module, hidden)
     mixed = sequences.mix(ordinal, described, described.weights(module), projected)
     return described.out(module)(mixed)

@@ -58,4 +58,4 @@ def gates(
     return {"log_decay": log_decay, "beta": beta * constants[0]}
 
 
-MIXER = Mixer(project=project, weights=weights, inputs=inputs, gates=gates, norm=norm, out=out)
+MIXER = Mixer(project=project, weights=weights, inputs=inputs, gates=gates, norm=norm, out=out, masks_inputs=True)

@@ -71,5 +71,6 @@ MIXER = Mixer(
     gates=gates,
     norm=lambda module: module.o_norm,
     out=lambda module: module.o_proj,
+    masks_inputs=True,
     refusal=refusal,
 )

@@ -58,4 +58,5 @@ MIXER = Mixer(
     gates=gates,
     norm=norm,
     out=lambda module: module.out_proj,
+    masks_inputs=False,
 )
