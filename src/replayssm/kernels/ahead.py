@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm.kernels import compact, convolve, materialize, plan
+from replayssm.kernels import compact, convolve, gated_norm, materialize, plan
 from replayssm.kernels.copies import copy_kernel
 from replayssm.kernels.formats import format_constants
 from replayssm.kernels.launch import (
@@ -163,6 +163,25 @@ def compile_convolve(
     # channels lie together, and the taps of one
     ones = {("carry", 3): 1, ("weight", 2): 1, ("bias", 1): 1} | {("x", part, 3): 1 for part in range(len(parts))}
     return _compile(convolve.convolve_kernel, signature, given, convolve.NUM_WARPS, capability, ones=ones)
+
+
+def compile_gated_norm(
+    layout: StateLayout,
+    tokens: int,
+    size: int,
+    capability: int = 90,
+    *,
+    shared: bool,
+    gate_first: bool,
+    is_sigmoid: bool = False,
+) -> Resources:
+    """Compile `gated_norm_kernel` for a layer whose groups have `size` elements."""
+    width, model = layout.geometry.heads * layout.geometry.value_dim, _TYPES[layout.model_dtype]
+    signature = {"y": "*fp32", "z": (model, "i64", "i32"), "weight": model, "out": model}
+    given = gated_norm.constants(
+        tokens, width, size, size if shared else width, 1e-5, gate_first, is_sigmoid, capability >= 90
+    )
+    return _compile(gated_norm.gated_norm_kernel, signature, given, gated_norm.warps_of(given), capability)
 
 
 def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
