@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 
 import torch
@@ -26,6 +26,14 @@ GEOMETRIES = {
     "kda": Geometry(32, 32, 128, 128),
 }
 """Nemotron-3-Super, Qwen3.5-122B and Kimi-Linear."""
+
+MIXERS = {
+    "mamba2": ((10240,), 1, 1, (128,), (), 1024, False, True, False),
+    "gdn": ((12288,), 2, 2, (64, 64), (1.0,), 128, True, False, False),
+    "kda": ((4096, 4096, 4096), 2, 2, (4096, 32), (0.0,), 128, True, False, True),
+}
+"""Channels of the convolution in parts; inputs and parameters of the gates, their sizes and constants; size of the
+norm's groups, whether they share weights, whether z comes first, and as a sigmoid."""
 
 MORE = {
     "mamba2 head dim 80": ("mamba2", Geometry(96, 8, 128, 80)),
@@ -75,6 +83,32 @@ def tuned(most: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
             yield f"{path.stem} {fitting[0].name} T={row.tokens} batch {row.batch}", layout, row.tokens, row.choice
 
 
+def mixers(name: str, capability: int) -> dict[str, object]:
+    """Convolution with gates and gated norm around a recurrence."""
+    parts, inputs, params, gates, constants, size, shared, gate_first, is_sigmoid = MIXERS[name]
+    found: dict[str, object] = {}
+    for tokens, items, is_tree in [(1, 1, False), (1, 8, False), (4, 8, True)]:
+        geometry = replace(GEOMETRIES[name], conv_channels=sum(parts))
+        layout = layout_of(name, geometry, tokens)
+        resources = ahead.compile_convolve(
+            layout,
+            tokens,
+            parts,
+            capability,
+            items=items,
+            gate_inputs=inputs,
+            gate_params=params,
+            gates=gates,
+            gate_constants=constants,
+            is_tree=is_tree,
+        )
+        found[f"{name} convolve T={tokens} items {items}"] = asdict(resources)
+    resources = ahead.compile_gated_norm(
+        layout, 1, size, capability, shared=shared, gate_first=gate_first, is_sigmoid=is_sigmoid
+    )
+    return found | {f"{name} gated norm": asdict(resources)}
+
+
 def main(capability: int, most: int) -> None:
     found: dict[str, object] = {}
     for title, layout, tokens, choice in [*heuristics(capability), *(tuned(most) if capability == 90 else ())]:
@@ -87,6 +121,7 @@ def main(capability: int, most: int) -> None:
             trees = layout_of(name, geometry, 8)
             found[f"{name} tree"] = asdict(ahead.compile_prepare(trees, 8, is_tree=True))
             found[f"{name} compact"] = asdict(ahead.compile_compact(trees, 8))
+        found |= mixers(name, capability)
     for name, resources in ahead.compile_cursor_kernels(capability).items():
         found[name] = asdict(resources)
     print(json.dumps(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,14 +12,14 @@ from replayssm.kernels import ops
 from replayssm.kernels.launch import workspace
 from replayssm.kernels.plan import DECODE
 
-from .harness import DEVICE, Case, Twins, bits, error, poison
+from .harness import DEVICE, SMALL, Case, Twins, bits, error, poison
 
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.fixture
 def twins() -> Twins:
-    twins = Twins(Case("gdn", rows=(3, -1)))
+    twins = Twins(Case("gdn", rows=(3, -1), geometry=replace(SMALL, conv_channels=40)))
     for pool in twins.pools.values():
         for tensor in pool.layers[0].tensors.values():
             tensor.zero_()  # opcheck compares memory before and after, and NaN differs from itself
@@ -37,7 +39,16 @@ def arguments(twins: Twins) -> dict[str, tuple[object, ...]]:
     work = workspace(twins.layout, 2, 1, DEVICE).zero_()
     states = torch.zeros(2, *twins.layout.geometry.state_shape, device=DEVICE)
     counters = kernels._counters
+    heads = twins.layout.geometry.heads
+    raw = [torch.zeros(2, 1, heads, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    bias = [torch.zeros(heads, device=DEVICE) for _ in range(2)]
+    gates = [torch.zeros(2, 1, heads, device=DEVICE) for _ in range(2)]
+    x = torch.zeros(2, 1, 40, dtype=torch.bfloat16, device=DEVICE)
+    weight, z = x.new_ones(40, 4), x.new_ones(2, 1, heads * y.shape[3])
+    convolved = (weight, None, "silu", torch.zeros_like(x), raw, bias, [1.0], gates, number, False)
     return {
+        "convolve_op": (plan, kernels._carry(0), [x], *convolved),
+        "gated_norm_op": (y, z, z[0, 0, : y.shape[3]], torch.zeros_like(z), y.shape[3], 1e-5, False, False),
         "plan_op": (slots, tokens, 0, 1, None, 5, None, True, tokens * 0, counters, pool.ring_rows, [number]),
         "settle_op": (plan, counters, pool.counts, 5, DECODE.value),
         "commit_op": (slots, None, 1, counters),
@@ -49,9 +60,10 @@ def arguments(twins: Twins) -> dict[str, tuple[object, ...]]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["plan_op", "settle_op", "commit_op", "compact_op", "verify_op", "fold_op", "read_op", "materialize_op"]
-)
+NAMES = ("plan_op", "settle_op", "commit_op", "compact_op", "verify_op", "fold_op", "read_op", "materialize_op")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "convolve_op", "gated_norm_op"])
 def test_operators_are_what_they_declare(name: str, twins: Twins) -> None:
     torch.library.opcheck(getattr(ops, name), arguments(twins)[name], test_utils=CHECKS)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # transformers takes seconds to import, so it is imported by the first call and not by `import replayssm`.
 
 
-def attach(model: nn.Module, config: ReplayConfig | None = None) -> Attached:
+def attach(model: nn.Module, config: ReplayConfig | None = None, *, fused: bool | None = None) -> Attached:
     """Let a transformers model keep its recurrent state as checkpoint and ring.
 
     `model.generate()` and calls with a cache work as before. The class, other instances and the weights are untouched.
@@ -28,6 +28,10 @@ def attach(model: nn.Module, config: ReplayConfig | None = None) -> Attached:
     Args:
         model: a model of one of `supported_families()`.
         config: how the state is kept; `ReplayConfig()` by default.
+        fused: whether decode steps run everything between a layer's projections in kernels of their own, which is
+            faster and rounds less often than the model's own forward. By default where the Triton kernels run and the
+            layer is one that they know; True asks for it on any device, False for the model's own forward.
+            `describe()` of the result says which layers do what.
 
     Raises:
         TypeError: `model` is no model, or `config` no ReplayConfig.
@@ -35,7 +39,7 @@ def attach(model: nn.Module, config: ReplayConfig | None = None) -> Attached:
     """
     from replayssm.attach.transformers import attached
 
-    return attached.attach(model, ReplayConfig() if config is None else config)
+    return attached.attach(model, ReplayConfig() if config is None else config, fused)
 
 
 def detach(model: nn.Module) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm.kernels import compact, materialize, plan
+from replayssm.kernels import compact, convolve, gated_norm, materialize, plan
 from replayssm.kernels.formats import format_constants
 from replayssm.kernels.launch import (
     WORK,
@@ -130,6 +132,56 @@ def compile_compact(layout: StateLayout, depth: int, capability: int = 90) -> Re
     return _compile(compact.compact_kernel, signature, given, compact.NUM_WARPS, capability, aligned=False)
 
 
+def compile_convolve(
+    layout: StateLayout,
+    tokens: int,
+    parts: tuple[int, ...],
+    capability: int = 90,
+    *,
+    items: int = 1,
+    gate_inputs: int = 0,
+    gate_params: int = 0,
+    gates: tuple[int, ...] = (),
+    gate_constants: tuple[float, ...] = (),
+    is_tree: bool = False,
+) -> Resources:
+    """Compile `convolve_kernel` for a layer whose inputs come in `parts` channels.
+
+    The gates are those of its recurrence: so many inputs and fp32 parameters, and the size of each output per token.
+    """
+    model = _TYPES[layout.model_dtype]
+    signature: dict[str, Any] = {"plan_row": "i32", "plan": "*i64", "items": "i32", "conv_programs": "i32", "y": model}
+    signature |= {"carry": (model, "i64", "i32", "i32"), "weight": (model, "i32", "i32"), "bias": (model, "i32")}
+    signature |= {"x": tuple((model, "i64", "i32", "i32") for _ in parts)}
+    signature |= {"gate_inputs": tuple((model, "i64", "i32") for _ in range(gate_inputs))}
+    signature |= {"gate_params": ("*fp32",) * gate_params, "gates": ("*fp32",) * len(gates)}
+    given = convolve.constants(
+        layout, tokens, parts, items, "silu", capability >= 90, is_tree, max(gates, default=0), gate_constants
+    )
+    # channels lie together, and the taps of one
+    ones = {("carry", 3): 1, ("weight", 2): 1, ("bias", 1): 1} | {("x", part, 3): 1 for part in range(len(parts))}
+    return _compile(convolve.convolve_kernel, signature, given, convolve.NUM_WARPS, capability, ones=ones)
+
+
+def compile_gated_norm(
+    layout: StateLayout,
+    tokens: int,
+    size: int,
+    capability: int = 90,
+    *,
+    shared: bool,
+    gate_first: bool,
+    is_sigmoid: bool = False,
+) -> Resources:
+    """Compile `gated_norm_kernel` for a layer whose groups have `size` elements."""
+    width, model = layout.geometry.heads * layout.geometry.value_dim, _TYPES[layout.model_dtype]
+    signature = {"y": "*fp32", "z": (model, "i64", "i32"), "weight": model, "out": model}
+    given = gated_norm.constants(
+        tokens, width, size, size if shared else width, 1e-5, gate_first, is_sigmoid, capability >= 90
+    )
+    return _compile(gated_norm.gated_norm_kernel, signature, given, gated_norm.warps_of(given), capability)
+
+
 def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
     """Compile the plan, settle and commit kernels, by name."""
     counter, each, value = "*i64", ("*i64", "i32"), ("i32", "i32")
@@ -195,17 +247,38 @@ def _layer_signature(layout: StateLayout) -> dict[str, Any]:
 
 
 def _compile(
-    kernel: Any, types: dict[str, Any], given: dict[str, Any], num_warps: int, capability: int, *, aligned: bool = True
+    kernel: Any,
+    types: dict[str, Any],
+    given: dict[str, Any],
+    num_warps: int,
+    capability: int,
+    *,
+    aligned: bool = True,
+    ones: Mapping[tuple[Any, ...], int] = MappingProxyType({}),
 ) -> Resources:
-    """Compile a kernel for argument `types` by name, and compile-time arguments `given`."""
+    """Compile a kernel for argument `types` by name, and compile-time arguments `given`.
+
+    `ones` are members of tuple arguments that a launcher would specialise on: (name, index, ...) -> value.
+    """
     names = kernel.arg_names
     given = {name: value for name, value in given.items() if name in names}
-    signature = {name: "constexpr" if name in given else types[name] for name in names}
+    signature: dict[str, Any] = {name: "constexpr" if name in given else types[name] for name in names}
+    values: dict[tuple[int, ...], Any] = {(names.index(n),): value for n, value in given.items()}
+    for (name, *path), value in ones.items():
+        signature[name] = _with_constexpr(signature[name], path)
+        values[names.index(name), *path] = value
     attributes = {path: [["tt.divisibility", 16]] for path in _aligned_paths(signature)} if aligned else {}
-    source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in given.items()}, attributes)
+    source = ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
     return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _with_constexpr(types: tuple[Any, ...], path: list[int]) -> tuple[Any, ...]:
+    """`types` with the member at `path` made a compile-time argument."""
+    first, *rest = path
+    changed = _with_constexpr(types[first], rest) if rest else "constexpr"
+    return types[:first] + (changed,) + types[first + 1 :]
 
 
 def _aligned_paths(signature: dict[str, Any]) -> list[tuple[int, ...]]:

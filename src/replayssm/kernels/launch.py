@@ -237,7 +237,7 @@ def launch_verify(
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
     if not rows:
         return
-    overlap = _overlaps(y.device)
+    overlap = overlaps(y.device)
     early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
 
     def strided(tensor: Tensor) -> tuple[Tensor, int, int]:
@@ -266,7 +266,7 @@ def launch_verify(
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
     if solves_again(layout):
-        programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * _processors(y.device))
+        programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
         run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=1, **early)
     constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
     programs = rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
@@ -278,7 +278,7 @@ def launch_verify(
     if choice.flush is not None:
         # however few rows are due, their units are spread over the whole GPU
         warps = choice.flush.num_warps
-        programs = min(units_of(choice.flush), _processors(y.device) * max(1, FLUSH_WARPS // warps))
+        programs = min(units_of(choice.flush), processors(y.device) * max(1, FLUSH_WARPS // warps))
         constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=warps, **early)
 
@@ -326,7 +326,7 @@ def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping
 
 
 @cache
-def _overlaps(device: torch.device) -> bool:
+def overlaps(device: torch.device) -> bool:
     """Whether a launch may start before the one it depends on has ended (compute capability 9.0 and later)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -338,6 +338,6 @@ def _has_e4m3() -> bool:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -14,8 +14,11 @@ from torch import Tensor
 from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
 from replayssm.kernels.compact import launch_compact
+from replayssm.kernels.convolve import launch_convolve
+from replayssm.kernels.gated_norm import launch_gated_norm
 from replayssm.kernels.launch import launch_verify, workspace
 from replayssm.kernels.tuned import choose, explain, heuristic
+from replayssm.recurrences.mixer import Norm, Weights
 from replayssm.state.cursor import Cursor
 from replayssm.state.layout import StateLayout, numbered
 from replayssm.state.plan import COLUMNS
@@ -116,6 +119,60 @@ def verify_op(
     launch_verify(layer, plan, named, y, choice, work, saturated, is_tree=is_tree)
 
 
+@torch.library.custom_op("replayssm::convolve", mutates_args={"memory", "y", "gates"})
+def convolve_op(
+    plan: Tensor,
+    memory: Sequence[Tensor],
+    x: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    y: Tensor,
+    gate_inputs: Sequence[Tensor],
+    gate_params: Sequence[Tensor],
+    gate_constants: Sequence[float],
+    gates: Sequence[Tensor],
+    layout: int,
+    is_tree: bool,
+) -> None:
+    """The convolution of one layer's step into `y` [B, T, C], and gates beside it; see `kernels.convolve`.
+
+    `memory` is the carry, or the pages that hold it.
+    """
+    spec = numbered(layout)
+    carry = memory[0] if memory[0].dtype != torch.uint8 else LayerState.views(spec, memory[0])["carry.conv"]
+    launch_convolve(
+        spec,
+        carry,
+        plan,
+        x,
+        weight,
+        bias,
+        activation,
+        y,
+        gate_inputs=gate_inputs,
+        gate_params=gate_params,
+        gate_constants=gate_constants,
+        gates=gates,
+        is_tree=is_tree,
+    )
+
+
+@torch.library.custom_op("replayssm::gated_norm", mutates_args={"out"})
+def gated_norm_op(
+    y: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    out: Tensor,
+    size: int,
+    eps: float,
+    gate_first: bool,
+    is_sigmoid: bool,
+) -> None:
+    """`y` [B, T, H, P] normalised and gated by `z` [B, T, H * P] into `out`; see `kernels.gated_norm`."""
+    launch_gated_norm(y, z, weight, out, size, eps, gate_first, is_sigmoid)
+
+
 @torch.library.custom_op("replayssm::fold", mutates_args={"memory", "saturated"})
 def fold_op(plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], saturated: Tensor, layout: int) -> None:
     """Fold the rows that are due, without running tokens."""
@@ -145,7 +202,7 @@ def _writes_only(*args: object) -> None:
     """What these operators do to tensors whose memory is not there: nothing."""
 
 
-for _op in (settle_op, commit_op, compact_op, verify_op, fold_op, materialize_op, read_op):
+for _op in (settle_op, commit_op, compact_op, verify_op, convolve_op, gated_norm_op, fold_op, materialize_op, read_op):
     _op.register_fake(_writes_only)
 
 
@@ -159,7 +216,7 @@ def _layer(layout: StateLayout, memory: Sequence[Tensor], params: Sequence[Tenso
 
 
 def _is_kernels(name: str) -> bool:
-    """Whether kernels touch the tensor: the convolution's window stays with torch."""
+    """Whether the templates over states touch the tensor: the convolution's window has a kernel of its own."""
     return not name.startswith("carry.")
 
 
@@ -228,6 +285,57 @@ class Kernels:
         verify_op(plan, *self._layer(layer), given, out, work, saturated, number, is_tree)
         return out
 
+    def causal_conv(
+        self,
+        layer: int,
+        plan: Tensor,
+        x: Sequence[Tensor],
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        is_tree: bool,
+    ) -> Tensor:
+        """As `flow.causal_conv` in a step to the ring; `x` are its inputs, side by side."""
+        y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
+        convolve_op(plan, self._carry(layer), x, weight, bias, activation, y, [], [], [], [], number, is_tree)
+        return y
+
+    def convolve(
+        self, layer: int, plan: Tensor, x: Sequence[Tensor], weights: Weights, given: Sequence[Tensor], is_tree: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same, and the recurrence's "exact" inputs, made of the gate inputs `given`, by name."""
+        y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
+        layout = self._pool.layers[layer].layout
+        gates = {
+            field.name: torch.empty(
+                *y.shape[:2], *field.shape(layout.geometry), dtype=torch.float32, device=plan.device
+            )
+            for field in layout.recurrence.inputs
+            if field.dtype == "exact"
+        }
+        convolve_op(
+            plan,
+            self._carry(layer),
+            x,
+            weights.conv,
+            weights.conv_bias,
+            weights.activation,
+            y,
+            [_dense(part) for part in given],
+            list(weights.gates),
+            list(weights.constants),
+            list(gates.values()),
+            number,
+            is_tree,
+        )
+        return y, gates
+
+    def gated_norm(self, y: Tensor, z: Tensor, norm: Norm) -> Tensor:
+        """As `Norm` itself."""
+        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        gated_norm_op(y, _dense(z), norm.weight, out, norm.size, norm.eps, norm.gate_first, norm.gate == "sigmoid")
+        return out
+
     def fold_due(self, layer: int, plan: Tensor) -> None:
         """As `flow.flush.fold_due`."""
         fold_op(plan, *self._layer(layer), self._pool.cursor.saturated, self._pool.layout_numbers[layer])
@@ -247,6 +355,14 @@ class Kernels:
     @property
     def _counters(self) -> list[Tensor]:
         return [counter for _, counter in self._pool.cursor.items()]
+
+    def _conv_output(self, layer: int, x: Sequence[Tensor]) -> Tensor:
+        channels = self._pool.layers[layer].layout.geometry.conv_channels
+        return torch.empty(*x[0].shape[:2], channels, dtype=x[0].dtype, device=x[0].device)
+
+    def _carry(self, layer: int) -> list[Tensor]:
+        state = self._pool.layers[layer]
+        return [state.tensors["carry.conv"] if state.pages is None else state.pages]
 
     def _layer(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         state = self._pool.layers[layer]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from replayssm.recurrences import registry
 from replayssm.recurrences.base import Geometry, Recurrence
+from replayssm.recurrences.mixer import Mixer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Binding:
         from_model: the state that the model's own scan returns -> [B, H, N, P].
         conv_step: name of the function that runs the causal convolution over a single token.
         conv: name of the one that runs it over several.
+        mixer: what surrounds the recurrence, where its own kernels may take the place of the layer's; None otherwise.
     """
 
     mixers: Mapping[str, str]
@@ -58,6 +60,7 @@ class Binding:
     from_model: Callable[[Tensor], Tensor]
     conv_step: str = "causal_conv1d_update"
     conv: str = "causal_conv1d_fn"
+    mixer: Mixer | None = None
 
 
 def bindings() -> dict[str, tuple[Recurrence, Binding]]:

@@ -32,6 +32,8 @@ class TritonForm:
         token_skip: (params, h) -> weight of the value that bypasses the state.
         key_scale, query_scale: (raw vector [, N]) -> factor.
         store_record: (ring, slot, row, g, h, n, key scale, log decay, rate, n_mask, live, N); writes `ring`.
+        gate: (gate inputs, params, outputs, b, t, item, e, mask, constants, H, N) of the recurrence's `Mixer`; writes
+            entries `e` of token `item` to the outputs, None where there is no mixer.
     """
 
     key: str
@@ -52,3 +54,4 @@ class TritonForm:
     key_scale: Any
     query_scale: Any
     store_record: Any
+    gate: Any = None

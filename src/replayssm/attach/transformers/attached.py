@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import types
 import warnings
@@ -16,15 +17,18 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from replayssm.attach.transformers.find import RecurrentLayer, dtype_of, find_layers
+from replayssm.attach.transformers.find import RecurrentLayer, device_of, dtype_of, find_layers
+from replayssm.attach.transformers.fused import fused_forward, refusal
 from replayssm.attach.transformers.layers import admit, is_plain_and_empty
-from replayssm.attach.transformers.rebind import cache_argument, rebound_forward
+from replayssm.attach.transformers.rebind import argument, rebound_forward
 from replayssm.attach.transformers.sequences import Holding, Sequences
 from replayssm.attach.transformers.speculation import MARK, Speculation, rolling_back
 from replayssm.config import ReplayConfig
 from replayssm.state.formats import FORMATS
 from replayssm.state.layout import StateLayout, Tally, Traffic
 from replayssm.state.pool import LayerState, SaturationWarning, StatePool, saturation_message
+
+_log = logging.getLogger("replayssm")
 
 
 class Attached:
@@ -34,10 +38,16 @@ class Attached:
         model: the model.
         config: how its recurrent state is kept.
         layers: its recurrent layers, in running order.
+        fused: as `replayssm.attach` takes it.
     """
 
-    def __init__(self, model: nn.Module, config: ReplayConfig, layers: tuple[RecurrentLayer, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, config: ReplayConfig, layers: tuple[RecurrentLayer, ...], fused: bool | None = None
+    ) -> None:
         self.model = model
+        self.fused = fused
+        self.unfused = tuple("fused=False" if fused is False else refusal(layer) for layer in layers)
+        """Of each layer why it runs its own forward in every step, None where it need not."""
         self.config = config
         self.layers = layers
         self.active = True
@@ -91,7 +101,18 @@ class Attached:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = sum(layout.slot_bytes * len(indices) for layout, indices in groups.items())
         title = f"{type(self.model).__name__} ({self.family}): {len(self.layers)} recurrent layers, {self.config}"
-        return "\n".join([title, *lines, f"{total} B per sequence"])
+        return "\n".join([title, *lines, *self.explain_mixers(), f"{total} B per sequence"])
+
+    def explain_mixers(self) -> list[str]:
+        """How the layers' decode steps run, a sentence for each way that some of them take."""
+        found: dict[str, list[int]] = {}
+        for layer, reason in zip(self.layers, self.unfused, strict=True):
+            if reason is None and self.fused is None and device_of(layer.mixer).type != "cuda":
+                reason = f"the layers are on {device_of(layer.mixer).type}"
+            where = "" if self.fused else " where the pool runs on the triton back end"
+            way = f"fused{where}" if reason is None else f"the model's own forward ({reason})"
+            found.setdefault(way, []).append(layer.index)
+        return [f"decode steps of layers {_ranges(indices)}: {way}" for way, indices in found.items()]
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -162,10 +183,12 @@ class Attached:
         """The forward that a mixer instance gets: the class's own, run inside a step of the cache's sequences."""
         layer = self.layers[ordinal]
         inner = rebound_forward(layer)
-        name, position = cache_argument(inner)
+        name, position = argument(inner, "cache", "cache_params")
+        mask_name, mask_position = argument(inner, "attention_mask")
 
         def forward(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs[name] if name in kwargs else args[position] if len(args) > position else None
+            mask = kwargs.get(mask_name, args[mask_position] if len(args) > mask_position else None)
             if cache is None:
                 return inner(mixer, *args, **kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -174,7 +197,10 @@ class Attached:
                 return inner(mixer, *args, **kwargs)
             sequences.enter(ordinal, hidden)
             try:
-                out = inner(mixer, *args, **kwargs)
+                if self._fuses(ordinal, sequences, mask):
+                    out = fused_forward(layer, sequences, ordinal, hidden, mask)
+                else:
+                    out = inner(mixer, *args, **kwargs)
                 sequences.leave()
             except BaseException as error:
                 sequences.fail(f"{type(error).__name__}: {error}")
@@ -182,6 +208,15 @@ class Attached:
             return out
 
         return forward
+
+    def _fuses(self, ordinal: int, sequences: Sequences, mask: Tensor | None) -> bool:
+        """Whether a layer's step runs `flow.mix`: it does on the kernels, and where it is asked to."""
+        if self.unfused[ordinal] is not None or not sequences.only_ring:
+            return False
+        mixer = self.layers[ordinal].binding.mixer
+        if mask is not None and (mixer is None or not mixer.masks_inputs):
+            return False
+        return self.fused is True or sequences.pool.backend == "triton"
 
     def _sequences_of(self, layer: RecurrentLayer, cache: Cache, hidden: Tensor) -> Sequences | None:
         """The sequences of a cache that a forward over `hidden` [B, T, width] brings to a layer.
@@ -210,7 +245,7 @@ class Attached:
         raise TypeError("an attached model cannot be copied: detach it, copy it, and attach both")
 
 
-def attach(model: nn.Module, config: ReplayConfig) -> Attached:
+def attach(model: nn.Module, config: ReplayConfig, fused: bool | None = None) -> Attached:
     """See `replayssm.attach`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"attach takes a transformers model, got {type(model).__name__}")
@@ -223,8 +258,10 @@ def attach(model: nn.Module, config: ReplayConfig) -> Attached:
                 f"{layer.name} has a forward of its own already: the model is attached already (detach it first), or "
                 "something else, such as accelerate's offloading, has replaced it"
             )
-    attached = Attached(model, config, layers)
+    attached = Attached(model, config, layers, fused)
     attached.describe()  # sizes every layer, so that what does not fit is refused here
+    for sentence in attached.explain_mixers():
+        _log.info(sentence)
     attached.install()
     return attached
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from replayssm.attach.transformers.find import RecurrentLayer
-from replayssm.attach.transformers.sequences import ConvPaths, Sequences, StateHandle
+from replayssm.attach.transformers.sequences import ConvInputs, Sequences, StateHandle
 
 if TYPE_CHECKING:
     from replayssm.attach.transformers.attached import Attached
@@ -43,8 +43,8 @@ class ReplayedLayer:
         """Whether there are tokens that a crop can take back."""
         return self.sequences.pending > 0 and (self.attention is None or bool(self.attention.is_croppable))  # type: ignore[attr-defined]
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor | ConvPaths:
-        return self.sequences.extend_conv(self.ordinal, conv_states)
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor | ConvInputs:
+        return self.sequences.conv_inputs(self.ordinal, conv_states)
 
     def update_recurrent_state(self, recurrent_states: Tensor | StateHandle, state_idx: int = 0, **_: Any) -> Any:
         if not isinstance(recurrent_states, StateHandle):

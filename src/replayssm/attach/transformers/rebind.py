@@ -17,9 +17,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from replayssm.attach.transformers.find import RecurrentLayer
-from replayssm.attach.transformers.sequences import ConvPaths, StateHandle
+from replayssm.attach.transformers.sequences import ConvInputs, StateHandle
+from replayssm.flow.conv import ACTIVATIONS as CONV_ACTIVATIONS
 from replayssm.recurrences.binding import Binding, Core
 
 
@@ -79,21 +81,19 @@ def _copied(
     return rebound, module
 
 
-def cache_argument(forward: Callable[..., Any]) -> tuple[str, int]:
-    """Name and position (self not counted) of a mixer's cache argument, which 5.24 renamed."""
+def argument(forward: Callable[..., Any], *names: str) -> tuple[str, int]:
+    """Name and position (self not counted) of the first of `names` that a mixer's forward takes.
+
+    5.24 renamed the cache.
+    """
     parameters = list(inspect.signature(forward).parameters)
-    name = "cache" if "cache" in parameters else "cache_params"
+    name = next(name for name in names if name in parameters)
     return name, parameters.index(name) - 1
 
 
 def _conv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def conv(x: Tensor | ConvPaths, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, ConvPaths):
-            return original(x, *args, **kwargs)
-        # each token's path as a sequence of its own, of which only the last output is asked for
-        rows, tokens, *_ = x.inputs.shape
-        out = original(x.inputs.flatten(0, 1), *args, **kwargs)[..., -1]
-        return out.unflatten(0, (rows, tokens)).transpose(1, 2)
+    def conv(x: Tensor | ConvInputs, *args: Any, **kwargs: Any) -> Any:
+        return _convolved(x, *args, **kwargs) if isinstance(x, ConvInputs) else original(x, *args, **kwargs)
 
     return conv
 
@@ -102,10 +102,18 @@ def _conv_step(original: Callable[..., Any], conv: Callable[..., Any]) -> Callab
     def conv_step(x: Tensor, state: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, StateHandle):
             return original(x, state, *args, **kwargs)
-        joined = state.sequences.extend_conv(state.ordinal, x)
-        return conv(joined, *args, **kwargs)[..., -x.shape[-1] :]
+        return conv(state.sequences.conv_inputs(state.ordinal, x), *args, **kwargs)[..., -x.shape[-1] :]
 
     return conv_step
+
+
+def _convolved(
+    given: ConvInputs, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """A step's convolution [B, channels, T]; activations that the flow does not know follow it."""
+    known = activation in CONV_ACTIVATIONS
+    y = given.sequences.convolve(given.ordinal, given.x, weight, bias, activation if known else None)
+    return y if known else ACT2FN[activation](y)
 
 
 def _core(core: Core, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from replayssm import flow
 from replayssm.attach.transformers.speculation import certain_window
 from replayssm.flow.prefill import state_before
 from replayssm.recurrences.base import Tensors
+from replayssm.recurrences.mixer import Mixer, Projected, Weights
 from replayssm.state.pool import StatePool
 
 if TYPE_CHECKING:
@@ -40,15 +41,18 @@ def exactly(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-class ConvPaths:
-    """What a convolution gets in place of its inputs where the step's tokens are a tree.
+class ConvInputs:
+    """What a convolution gets in place of its inputs in a step to the ring: it then runs over the slots' carry.
 
     Args:
-        inputs: [B, T, channels, width], the inputs that each token's output reads, oldest first.
+        sequences, ordinal: of the cache, and which recurrent layer.
+        x: [B, channels, T], the raw inputs of the step.
     """
 
-    def __init__(self, inputs: Tensor) -> None:
-        self.inputs = inputs
+    def __init__(self, sequences: Sequences, ordinal: int, x: Tensor) -> None:
+        self.sequences = sequences
+        self.ordinal = ordinal
+        self.x = x
 
 
 class Holding:
@@ -210,19 +214,26 @@ class Sequences:
 
     # ---- one layer of the open step
 
-    def extend_conv(self, ordinal: int, x: Tensor) -> Tensor | ConvPaths:
-        """Raw conv inputs [B, channels, T] of the step, behind those before them; kept as the slot's carry."""
-        raw, at = x.transpose(1, 2), 0
-        first = self.prompt or self._running()
+    def conv_inputs(self, ordinal: int, x: Tensor) -> Tensor | ConvInputs:
+        """Raw conv inputs [B, channels, T] of the open forward, which its convolution turns to next.
+
+        A prompt's come behind those before them, for the model's own convolution, and are kept as the slots' carry.
+        """
+        step, raw = self._running(), x.transpose(1, 2)
+        if self.only_ring:
+            return ConvInputs(self, ordinal, x)
+        first = self.prompt or step
         window = flow.conv_window(self.pool, ordinal, first) if self.has_state[0] else raw[:, :0]
-        for step in (self.prompt, self._running()):
-            if step is not None:
-                flow.conv_append(self.pool, ordinal, step, raw[:, at : at + step.width])
-                at += step.width
-        joined = torch.cat([window, raw], 1)
-        if first.is_tree:
-            return ConvPaths(flow.conv_paths(first, joined, window.shape[1] + 1))
-        return joined.transpose(1, 2)
+        flow.conv_append(self.pool, ordinal, first, raw[:, : first.width])
+        if first is not step:
+            flow.conv_append(self.pool, ordinal, step, raw[:, first.width :])
+        return torch.cat([window, raw], 1).transpose(1, 2)
+
+    def convolve(self, ordinal: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """The convolution of a step to the ring: [B, channels, T] of raw inputs, which become the slots' carry."""
+        with exactly(self.pool.device):
+            y = flow.causal_conv(self.pool, ordinal, self._running(), x.transpose(1, 2), weight, bias, activation)
+        return y.transpose(1, 2)
 
     def verify(self, ordinal: int, inputs: Tensors) -> Tensor:
         """y [B, T, H, P] of the step's tokens, which go to the ring."""
@@ -233,6 +244,17 @@ class Sequences:
         }
         with exactly(self.pool.device):
             return flow.verify(self.pool, ordinal, self._running(), {**inputs, **raised})
+
+    @property
+    def only_ring(self) -> bool:
+        """Whether all tokens of the open forward go to the ring."""
+        return self.prompt is None and not self._running().is_prompt
+
+    def mix(self, ordinal: int, mixer: Mixer, weights: Weights, projected: Projected) -> Tensor:
+        """What the layer's output projection gets, [B, T, H * P], of the step's tokens, which go to the ring."""
+        self.advanced = True
+        with exactly(self.pool.device):
+            return flow.mix(self.pool, ordinal, self._running(), mixer, weights, projected)
 
     def state_before(self, ordinal: int) -> Tensor:
         """The state before a prompt's next chunk, in the model's own layout."""

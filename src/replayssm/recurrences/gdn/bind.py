@@ -8,6 +8,7 @@ from torch import Tensor
 
 from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.binding import Binding, Core
+from replayssm.recurrences.gdn.mixer import MIXER
 
 
 def geometry(mixer: Any) -> Geometry:
@@ -57,4 +58,5 @@ BINDING = Binding(
     params=lambda mixer: {},
     to_model=unchanged,
     from_model=unchanged,
+    mixer=MIXER,
 )

@@ -13,6 +13,7 @@ from replayssm.recurrences.delta_triton import (
     token_rate,
     token_skip,
 )
+from replayssm.recurrences.gates_triton import sigmoid, softplus
 from replayssm.recurrences.triton_form import TritonForm
 
 
@@ -35,6 +36,19 @@ def store_record(ring, slot, row, g, h, n, k_scale, log_decay, rate, n_mask, liv
     tl.store(decay + slot * slot_stride + row * row_stride + h * head_stride, log_decay, mask=live)
 
 
+@triton.jit
+def gate(inputs, params, out, b, t, item, e, mask, CONSTANTS: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+    """log_decay and beta of raw a and b, A_log and dt_bias, all [H]; CONSTANTS: the largest beta."""
+    a, batch_stride, token_stride = inputs[0]
+    raw = tl.load(a + b * batch_stride + t * token_stride + e, mask=mask, other=0).to(tl.float32)
+    rate = tl.exp(tl.load(params[0] + e, mask=mask, other=0).to(tl.float32))
+    bias = tl.load(params[1] + e, mask=mask, other=0).to(tl.float32)
+    tl.store(out[0] + item * H + e, -rate * softplus(raw + bias), mask=mask)
+    beta, batch_stride, token_stride = inputs[1]
+    raw = tl.load(beta + b * batch_stride + t * token_stride + e, mask=mask, other=0).to(tl.float32)
+    tl.store(out[1] + item * H + e, sigmoid(raw) * CONSTANTS[0], mask=mask)
+
+
 TRITON = TritonForm(
     key="k",
     query="q",
@@ -54,4 +68,5 @@ TRITON = TritonForm(
     key_scale=key_scale,
     query_scale=query_scale,
     store_record=store_record,
+    gate=gate,
 )

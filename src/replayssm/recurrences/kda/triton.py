@@ -13,6 +13,7 @@ from replayssm.recurrences.delta_triton import (
     token_rate,
     token_skip,
 )
+from replayssm.recurrences.gates_triton import sigmoid, softplus
 from replayssm.recurrences.triton_form import TritonForm
 
 
@@ -35,6 +36,25 @@ def store_record(ring, slot, row, g, h, n, k_scale, log_decay, rate, n_mask, liv
     tl.store(decay + slot * slot_stride + row * row_stride + h * head_stride + n, log_decay, mask=n_mask & live)
 
 
+@triton.jit
+def gate(inputs, params, out, b, t, item, e, mask, CONSTANTS: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+    """log_decay of raw f [H, N], A_log [H] and dt_bias [H, N]; beta of raw b [H]. CONSTANTS: the bound, 0 for none."""
+    h = e // N
+    f, batch_stride, token_stride = inputs[0]
+    raw = tl.load(f + b * batch_stride + t * token_stride + e, mask=mask, other=0).to(tl.float32)
+    rate = tl.exp(tl.load(params[0] + h, mask=mask, other=0).to(tl.float32))
+    shifted = raw + tl.load(params[1] + e, mask=mask, other=0).to(tl.float32)
+    if CONSTANTS[0] < 0:
+        log_decay = CONSTANTS[0] * sigmoid(rate * shifted)
+    else:
+        log_decay = -rate * softplus(shifted)
+    tl.store(out[0] + item * (H * N) + e, log_decay, mask=mask)
+    first = mask & (e % N == 0)
+    beta, batch_stride, token_stride = inputs[1]
+    raw = tl.load(beta + b * batch_stride + t * token_stride + h, mask=first, other=0).to(tl.float32)
+    tl.store(out[1] + item * H + h, sigmoid(raw), mask=first)
+
+
 TRITON = TritonForm(
     key="k",
     query="q",
@@ -54,4 +74,5 @@ TRITON = TritonForm(
     key_scale=key_scale,
     query_scale=query_scale,
     store_record=store_record,
+    gate=gate,
 )

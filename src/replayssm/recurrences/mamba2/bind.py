@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 
 from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.binding import Binding, Core
+from replayssm.recurrences.mamba2.mixer import MIXER
 from replayssm.recurrences.mamba2.spec import Mamba2
 
 
@@ -80,4 +81,5 @@ BINDING = Binding(
     params=params,
     to_model=transposed,
     from_model=transposed,
+    mixer=MIXER,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.recurrences.gates_triton import softplus
 from replayssm.recurrences.triton_form import TritonForm
 
 
@@ -56,6 +57,15 @@ def store_record(ring, slot, row, g, h, n, key_scale, log_decay, rate, n_mask, l
     tl.store(dt + slot * slot_stride + row * row_stride + h * head_stride, rate, mask=live)
 
 
+@triton.jit
+def gate(inputs, params, out, b, t, item, e, mask, CONSTANTS: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+    """dt of the raw dt and its bias, both [H]."""
+    dt, batch_stride, token_stride = inputs[0]
+    raw = tl.load(dt + b * batch_stride + t * token_stride + e, mask=mask, other=0).to(tl.float32)
+    bias = tl.load(params[0] + e, mask=mask, other=0).to(tl.float32)
+    tl.store(out[0] + item * H + e, softplus(raw + bias), mask=mask)
+
+
 TRITON = TritonForm(
     key="B",
     query="C",
@@ -75,4 +85,5 @@ TRITON = TritonForm(
     key_scale=unit_scale,
     query_scale=query_scale,
     store_record=store_record,
+    gate=gate,
 )

@@ -1,0 +1,107 @@
+"""Steps that run everything between the projections themselves decode as the model's own forward does."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replayssm import ReplayConfig, attach, detach, flow
+from replayssm.attach.transformers import fused
+from replayssm.attach.transformers.find import find_layers
+
+from .helpers import assert_close, built, forward, generate, new_cache, prompt
+from .models import FAMILIES, build
+
+CLOSE = 1e-5
+PROMPT = prompt(13, rows=2)
+
+
+@cache
+def plain(family: str) -> tuple[Tensor, Tensor]:
+    return generate(built(family), PROMPT, 24)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_known_and_decodes_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = built(family), []
+    mix = flow.mix
+    monkeypatch.setattr(flow, "mix", lambda *given: calls.append(given[1]) or mix(*given))
+    tokens, log_probabilities = plain(family)
+    handle = attach(model, ReplayConfig(window=4), fused=True)
+    try:
+        assert handle.unfused == (None,) * len(handle.layers)
+        found_tokens, found = generate(model, PROMPT, 24)
+    finally:
+        detach(model)
+    assert calls == 23 * list(range(len(handle.layers))), "every layer of every decode step"
+    assert torch.equal(found_tokens, tokens)
+    assert_close(found, log_probabilities, 10 * CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_tokens_and_one_equal_the_models_own_forward(family: str) -> None:
+    """The same tokens through both, at a tolerance that only orders of summation need."""
+    model, ids = build(family), prompt(8, rows=2)
+    found = {}
+    for fuse in (True, False):
+        attach(model, ReplayConfig(window=8, verify_len=5), fused=fuse)
+        held = new_cache(model)
+        forward(model, prompt(6, rows=2), held)
+        parts, at = [], 0
+        for tokens in (3, 1, 4):
+            parts.append(forward(model, ids[:, at : at + tokens], held, 6 + at))
+            at += tokens
+        found[fuse] = torch.cat(parts, 1).log_softmax(-1)
+        detach(model)
+    assert_close(found[True], found[False], CLOSE)
+
+
+def test_what_the_mixer_does_not_describe_runs_the_models_own_forward(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("qwen3_5")
+    find_layers(model)[1].mixer.norm.register_forward_hook(lambda *_: None)
+    with caplog.at_level(logging.INFO, "replayssm"):
+        handle = attach(model, fused=True)
+    said = handle.describe()
+    assert "decode steps of layers 0: fused\n" in said
+    assert "decode steps of layers 2: the model's own forward (its Qwen3_5RMSNormGated has hooks" in said
+    assert "decode steps of layers 0: fused" in caplog.text
+    detach(model)
+    handle = attach(model)
+    assert "decode steps of layers 0: the model's own forward (the layers are on cpu)" in handle.describe()
+    detach(model)
+    handle = attach(model, fused=False)
+    assert "decode steps of layers 0, 2: the model's own forward (fused=False)" in handle.describe()
+    detach(model)
+
+
+def test_layers_that_differ_are_told_apart() -> None:
+    def reason(change: object, family: str = "qwen3_5") -> str | None:
+        model = build(family)
+        layer = find_layers(model)[0]
+        change(layer.mixer)  # type: ignore[operator]
+        return fused.refusal(layer)
+
+    class Later(nn.Module):
+        """A norm that gates before it normalises."""
+
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = other.weight, other.variance_epsilon
+
+        def forward(self, y: Tensor, z: Tensor) -> Tensor:
+            return torch.nn.functional.rms_norm(y * torch.nn.functional.silu(z), y.shape[-1:], self.weight)
+
+    assert reason(lambda mixer: None) is None
+    assert "not the norm that is known" in str(reason(lambda mixer: setattr(mixer, "norm", Later(mixer.norm))))
+    assert "followed by gelu" in str(reason(lambda mixer: setattr(mixer, "activation", "gelu")))
+    assert "built differently" in str(reason(lambda mixer: delattr(mixer, "A_log")))
+    assert "forward of its own" in str(
+        reason(lambda mixer: setattr(mixer, "__class__", type("Mine", (type(mixer),), {"forward": lambda *_: None})))
+    )
+    assert "not the decay gate" in str(
+        reason(lambda mixer: mixer.forget_gate.register_forward_hook(lambda m, a, out: out * 1.1), "kimi_linear")
+    )

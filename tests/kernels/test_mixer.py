@@ -1,0 +1,220 @@
+"""Gates, gated norm and the whole of `mix` on the kernels against the torch back end."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replayssm import ReplayConfig, flow
+from replayssm.kernels import convolve, ops
+from replayssm.recurrences import Geometry, get
+from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights
+from replayssm.state.layout import StateLayout
+from replayssm.state.pool import StatePool
+
+from ..attach.helpers import assert_close, forward, new_cache, prompt
+from ..attach.models import build
+from .harness import DEVICE, DTYPES, SPLIT, bits, error, poison, tiles
+
+ROWS = (-1, 3, 0, 1)
+# name -> constants of the gates that layers come with
+VARIANTS = [("mamba2", ()), ("gdn", (1.0,)), ("gdn", (2.0,)), ("kda", (0.0,)), ("kda", (-5.0,))]
+
+
+def mixer_of(name: str) -> Mixer:
+    found: Mixer = importlib.import_module(f"replayssm.recurrences.{name}.mixer").MIXER
+    return found
+
+
+class Layer:
+    """One layer with random weights on both back ends."""
+
+    def __init__(self, name: str, constants: tuple[float, ...], dtype: str, verify_len: int = 1) -> None:
+        self.mixer, self.generator = mixer_of(name), torch.Generator().manual_seed(1)
+        self.dtype = DTYPES[dtype]
+        heads, key_heads, N, P = 4, 4 if name == "kda" else 2, 16, 24
+        width = heads * P
+        self.sizes = (width, 2 * key_heads * N)
+        if name != "mamba2":
+            self.sizes = (key_heads * N, key_heads * N, width)
+        geometry = Geometry(heads, key_heads, N, P, conv_channels=sum(self.sizes))
+        config = ReplayConfig(5, verify_len)
+        self.layout = StateLayout(get(name), geometry, config, self.dtype)
+        _, params = self.layout.recurrence.draw(geometry, (1,), self.generator)
+        per_gate = {"mamba2": (heads,), "gdn": (heads, heads), "kda": (heads * N, heads)}[name]
+        self.gate_sizes = per_gate
+        gate_params = {
+            "mamba2": [(heads,)],
+            "gdn": [(heads,), (heads,)],
+            "kda": [(1, 1, heads, 1), (heads * N,)],
+        }[name]
+        gate_first = name == "mamba2"
+        size = width // 2 if gate_first else P
+        weight = self.draw(width if gate_first else P) + 1
+        self.norm = Norm(size, weight, 1e-5, "sigmoid" if name == "kda" else "silu", gate_first)
+        self.weights = Weights(
+            self.draw(sum(self.sizes), 4),
+            self.draw(sum(self.sizes)) if gate_first else None,
+            "silu",
+            tuple(self.draw(*shape, dtype=torch.float32) for shape in gate_params),
+            constants,
+            self.norm,
+        )
+        self.pools = {}
+        for backend in ("torch", "triton"):
+            pool = StatePool.allocate(
+                self.layout.recurrence,
+                geometry,
+                config,
+                slots=5,
+                model_dtype=self.dtype,
+                params=[params],
+                device=DEVICE,
+                backend=backend,
+            )
+            for tensor in pool.layers[0].tensors.values():
+                poison(tensor)
+            for _ in range(4):
+                pool.acquire()
+            self.pools[backend] = pool
+
+    def draw(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(DEVICE, dtype or self.dtype)
+
+    def projected(self, rows: int, tokens: int) -> Projected:
+        """As slices of one projection."""
+        whole = self.draw(rows, tokens, sum(self.sizes) + sum(self.gate_sizes) + self.layout.geometry.heads * 24)
+        *parts, z = whole.split([*self.sizes, *self.gate_sizes, self.layout.geometry.heads * 24], 2)
+        return Projected(tuple(parts[: len(self.sizes)]), tuple(parts[len(self.sizes) :]), z)
+
+
+@pytest.mark.parametrize("verify_len", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "constants"), VARIANTS)
+def test_mix_agrees_with_torch(name: str, constants: tuple[float, ...], dtype: str, verify_len: int) -> None:
+    layer = Layer(name, constants, dtype, verify_len)
+    tolerance = 1e-5 if dtype == "fp32" else 2 * torch.finfo(torch.bfloat16).eps
+    for number in range(4):
+        counts = [0, verify_len, max(1, verify_len - 1), 1]
+        projected, outputs = layer.projected(len(ROWS), verify_len), {}
+        for backend, pool in layer.pools.items():
+            with tiles(SPLIT), flow.step(pool, ROWS, counts, width=verify_len, forced=number == 2) as step:
+                outputs[backend] = flow.mix(pool, 0, step, layer.mixer, layer.weights, projected)
+            flow.commit(pool, ROWS, [0, *[(count + 1) // 2 for count in counts[1:]]])
+        live = torch.arange(verify_len) < torch.tensor(counts).unsqueeze(1)
+        assert error(outputs["triton"][live], outputs["torch"][live]) <= tolerance
+        assert outputs["triton"].dtype == layer.dtype
+        carries = [bits(pool.layers[0].tensors["carry.conv"]) for pool in layer.pools.values()]
+        assert torch.equal(*carries)
+    states = [flow.materialize(pool, 0, [3, 0, 1]) for pool in layer.pools.values()]
+    assert error(*states) <= tolerance
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize(("name", "constants"), VARIANTS)
+def test_gates_are_right_over_their_whole_range(name: str, constants: tuple[float, ...]) -> None:
+    """Also where 1 + e^x loses e^x, beyond the threshold, and in more than one block."""
+    geometry = Geometry(700, 700, 2, 2, conv_channels=16) if name != "kda" else Geometry(64, 64, 16, 4, 16)
+    layout = StateLayout(get(name), geometry, ReplayConfig(4), torch.float32)
+    fields = [field for field in layout.recurrence.inputs if field.dtype == "exact"]
+    raw, sizes = torch.linspace(-60, 40, 2 * 1400), [field.shape(geometry) for field in fields]
+    given = [raw[: 2 * torch.Size(size).numel()].view(2, 1, -1).to(DEVICE) for size in sizes]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"mamba2": [(700,)], "gdn": [(700,), (700,)], "kda": [(64,), (1024,)]}[name]
+    params = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
+    found = [torch.full((2, 1, *size), torch.nan, device=DEVICE) for size in sizes]
+    plan = torch.zeros(2, 12, dtype=torch.int64, device=DEVICE)
+    plan[:, 0] = -1
+    x, weight = torch.zeros(2, 1, 16, device=DEVICE), torch.zeros(16, 4, device=DEVICE)
+    convolve.launch_convolve(
+        layout,
+        torch.zeros(1, 4, 16, device=DEVICE),
+        plan,
+        [x],
+        weight,
+        None,
+        "silu",
+        torch.empty_like(x),
+        gate_inputs=given,
+        gate_params=params,
+        gate_constants=constants,
+        gates=found,
+    )
+    wide = mixer_of(name).gates(tuple(given), tuple(params), constants, geometry)
+    for field, ours in zip(fields, found, strict=True):
+        # a bounded gate has its rate inside of a sigmoid, which then rounds its argument
+        least = 1e-12 if min(constants, default=0) < 0 else 1e-37
+        assert ((ours - wide[field.name]).abs() <= 2e-6 * wide[field.name].abs() + least).all(), field.name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("groups", "size", "shared", "gate", "gate_first"),
+    [
+        (2, 1500, False, "silu", True),
+        (1, 96, False, "silu", True),
+        (1, 96, False, "silu", False),
+        (20, 128, True, "silu", False),
+        (3, 24, True, "sigmoid", False),
+        (1, 2100, None, "silu", True),
+        (1, 2048, None, "silu", True),
+    ],
+)
+def test_gated_norm(groups: int, size: int, shared: bool | None, gate: Any, gate_first: bool, dtype: str) -> None:
+    """`shared` is None for a gate without a norm."""
+    generator = torch.Generator().manual_seed(2)
+    width = groups * size
+    y = torch.randn(2, 3, width, generator=generator).to(DEVICE)
+    z = torch.randn(2, 4, width + 8, generator=generator).to(DEVICE, DTYPES[dtype])[:, 1:, 8:]
+    weight = None
+    if shared is not None:
+        weight = torch.randn(size if shared else width, generator=generator).to(DEVICE, DTYPES[dtype])
+    norm = Norm(size, weight, 1e-5, gate, gate_first)
+    out = torch.full((2, 3, width), torch.nan, dtype=z.dtype, device=DEVICE)
+    ops.gated_norm_op(y.unsqueeze(2), z, weight, out, size, 1e-5, gate_first, gate == "sigmoid")
+    expected = norm(y.double().unsqueeze(2), z.double())
+    assert error(out, expected) <= (1e-6 if dtype == "fp32" else torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1", "qwen3_5", "kimi_linear"])
+def test_whole_models_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode and several tokens at once, as the plain model and as the same without fusing."""
+    from replayssm import attach, detach
+    from replayssm.attach.transformers import attached
+
+    monkeypatch.setattr(attached, "StatePool", partial(StatePool, backend="triton"))
+    model, ids = build(family).to(DEVICE), prompt(4).to(DEVICE)
+    expected = forward(model, torch.cat([prompt(6).to(DEVICE), ids], 1))[:, 6:].log_softmax(-1)
+    for fuse in (None, False):
+        attach(model, ReplayConfig(window=4, verify_len=3), fused=fuse)
+        held = new_cache(model)
+        forward(model, prompt(6).to(DEVICE), held)
+        parts = [forward(model, ids[:, :1], held, 6), forward(model, ids[:, 1:4], held, 7)]
+        detach(model)
+        assert_close(torch.cat(parts, 1).log_softmax(-1), expected, 2e-5)
+
+
+def test_a_prompt_is_refused() -> None:
+    layer = Layer("gdn", (1.0,), "fp32")
+    pool = layer.pools["torch"]
+    with flow.prompt(pool, [0], 2) as step, pytest.raises(ValueError, match="a prompt goes through"):
+        flow.mix(pool, 0, step, layer.mixer, layer.weights, layer.projected(1, 2))
+
+
+def test_a_wrong_norm_is_found() -> None:
+    """What `attach` compares on random numbers tells apart what `Norm` can say."""
+    norm = Norm(8, torch.ones(16), 1e-5, "silu", True)
+    y, z = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 16)
+    for other in (
+        replace(norm, size=16),
+        replace(norm, gate="sigmoid"),
+        replace(norm, gate_first=False),
+        replace(norm, weight=None),
+    ):
+        assert not torch.allclose(norm(y, z), other(y, z), rtol=1e-2)
