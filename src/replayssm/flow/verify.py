@@ -76,7 +76,7 @@ def _verify(pool: StatePool, number: int, step: Step, inputs: dict[str, Tensor])
 
     if recurrence.delta_rule:
         record["u"] = u
-    active = step.token_mask.flatten()
+    active = None if step.is_full else step.token_mask.flatten()
     index = (step.slots.unsqueeze(1).expand(-1, step.width).flatten(), step.draft_rows.flatten())
     for field in layer.layout.ring_fields:
         put_rows(layer.tensors[f"ring.{field.name}"], index, record[field.name].flatten(0, 1), active)
