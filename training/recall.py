@@ -50,7 +50,7 @@ def weave(
     weights = np.ones(tokens.shape, dtype=np.float32)
     store, ask, first_key, first_value = (text_vocabulary + offset for offset in (0, 1, 2, 2 + KEYS))
     cells = length // CELL
-    pairs = min(PAIRS, max(2, cells // 8))
+    pairs = min(PAIRS, max(2, cells // 32))
     keys = rng.permuted(np.tile(np.arange(KEYS), (rows, 1)), axis=1)[:, :pairs]
     values = rng.integers(0, VALUES, (rows, pairs))
     stored_at = np.full((rows, pairs), -(10**9))  # cells; in the order of pairs

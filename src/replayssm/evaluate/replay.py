@@ -111,7 +111,8 @@ class LayerReplay:
             batch, length, self.geometry.heads, self.geometry.value_dim, device=self.slots.device, dtype=torch.float32
         )
         piece = piece_of(self.layout.config)
-        decode, errors = self._decode, []
+        decode: Callable[[Mapping[str, Tensor]], Tensor] = self._decode
+        errors = []
         for begin in range(0, length, piece):
             part = {name: x[:, begin : begin + piece] for name, x in taken.items()}
             if begin == piece and self.streams and length >= 4 * piece:
