@@ -13,7 +13,7 @@ from replayssm.state.pool import LayerState
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x` [B, R, ...] where `mask` [B, R], else 0; a selection, because unread rows may hold NaN. All of it for None."""
+    """`x` [B, R, ...] where `mask` [B, R], else 0; a selection, as unread rows may hold NaN. All of it for None."""
     return x if mask is None else torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), x, 0)
 
 
