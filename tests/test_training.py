@@ -183,21 +183,24 @@ def test_channel_decays_survive_a_step_that_forgets_everything(monkeypatch: pyte
 
 def test_recall_rows_ask_for_what_they_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     recall = load("recall", monkeypatch)
-    rows = recall.weave(np.arange(1, 20_000) % 99 + 1, 100, 20, 1025, np.random.default_rng(0))
+    rows = recall.weave(np.arange(1, 20_000) % 99 + 1, 100, 40, 1025, np.random.default_rng(0), dense=0.5)
     store, ask = 100, 101
-    seen = set()
+    answers = np.zeros(rows.tokens.shape, dtype=bool)
     for row, at, distance in rows.questions.tolist():
         marker, key, value = rows.tokens[row, at - 2 : at + 1].tolist()
         assert marker == ask
         assert rows.tokens[row, at - 2 - distance : at + 1 - distance].tolist() == [store, key, value]
-        assert rows.weights[row, at] == recall.ANSWER_WEIGHT
-        seen.add((row, at))
-    for row, at in zip(*np.nonzero(rows.tokens >= 100), strict=True):
-        assert rows.weights[row, at] == (recall.ANSWER_WEIGHT if (row, at) in seen else 0)
-    assert rows.weights[rows.tokens < 100].min() == 1
-    for row in range(20):
-        stored = rows.tokens[row, np.nonzero(rows.tokens[row] == store)[0] + 1]
-        assert len(set(stored.tolist())) == len(stored) > recall.PAIRS / 4
+        answers[row, at] = True
+    assert (np.diff(rows.questions[:, 0]) >= 0).all()
+    is_text = rows.tokens < 100
+    assert (rows.weights[is_text] == 1).all()
+    assert (rows.weights[~is_text & ~answers] == 0).all()
+    assert np.allclose((rows.weights * answers).sum(1), is_text.sum(1), rtol=1e-4)
+    stores = [rows.tokens[row, np.nonzero(rows.tokens[row] == store)[0] + 1] for row in range(40)]
+    assert all(len(set(keys.tolist())) == len(keys) > recall.PAIRS / 8 for keys in stores)
+    events = (rows.tokens[:, : 1024 : recall.CELL] >= 100).mean(1)
+    assert 10 < (events == 1).sum() < 30
+    assert np.allclose(events[events < 1], recall.EVENTS, atol=0.1)
     distances = rows.questions[:, 2]
     assert all(((distances >= a) & (distances < 4 * a)).sum() > 100 for a in (8, 32, 128))
 
@@ -221,16 +224,21 @@ def test_study_runs(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 90}))
     sizes = {"seconds": 0.2, "batch": 4, "length": 128, "rows": 8, "questions": 2, "tokens": 128, "sequences": 2}
     arguments = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
-    arguments += ["--family", family, "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    study.main([*arguments, "--long", "--long-tokens", "192", "--config", json.dumps(TOYS[family])])
+    arguments += ["--family", family, "--data", str(tmp_path), "--device", "cpu", "--config", json.dumps(TOYS[family])]
+    study.main([*arguments, "--out", str(tmp_path / "out"), "--long", "--long-tokens", "192"])
     found = json.loads((tmp_path / "out" / f"study-{family}.json").read_text())
+    study.main([*arguments, "--out", str(tmp_path / "again"), "--trained", str(tmp_path / "out")])
+    repeated = json.loads((tmp_path / "again" / f"study-{family}.json").read_text())
+    assert [repeated[key] for key in ("training", "recall", "ratio")] == [
+        found[key] for key in ("training", "recall", "ratio")
+    ]
     assert found.keys() >= {"training", "text", "recall", "ratio", "long", "long_ratio", "conditions"}
     assert [row["precision"] for row in found["text"]["rows"]] == list(study.PRECISIONS)
     assert set(found["ratio"]["measured"]) == {name for name in study.PRECISIONS if "+" in name}
     assert len(found["recall"]["right"]) == len(study.PRECISIONS)
     lives = [life for layer in found["text"]["half_lives"] for life in layer]
-    assert 16 < min(lives) < 64
-    assert 2000 < max(lives) < 16384
+    assert 128 < min(lives) < 512
+    assert 8000 < max(lives) < 32000
 
 
 def test_the_default_model_is_bundled() -> None:

@@ -72,12 +72,13 @@ def card(family: Family, record: dict[str, Any]) -> str:
     """The model card of one record."""
     figures = record["evaluation"]
     sample = figures["samples"][0]
+    was_alone = family.purpose == WRITES and "shared_with" not in record["conditions"]
     return CARD.format(
         folder=family.folder,
         notes="".join(f"\nNote: {note}\n" for note in record.get("notes", [])),
         title=family.title,
         purpose=family.purpose,
-        neighbours=family.neighbours,
+        neighbours="" if was_alone else family.neighbours,
         length=record["settings"]["length"],
         architecture=record["architecture"],
         parameters=record["parameters"],
@@ -113,7 +114,7 @@ def plot(curves: dict[str, dict[str, Any]], path: Path) -> None:
     for name, curve in curves.items():
         points = curve["points"]
         axes.plot([p["seconds"] for p in points], [p["loss"] for p in points], label=name, linewidth=1.2)
-    axes.set(xlabel="seconds of training (three runs share one GPU)", ylabel="loss, nats per token", ylim=(1.8, 5))
+    axes.set(xlabel="seconds of training", ylabel="loss, nats per token", ylim=(1.8, 5))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

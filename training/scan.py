@@ -19,6 +19,7 @@ Difference to the stock code: matrix products may run in TF32 on a GPU (the inve
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,6 +92,14 @@ def _chunked(x: Tensor, pad: int) -> Tensor:
     if pad:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, pad))
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK, *x.shape[3:])
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The chunks of tensors ``[B, H, N, ...]``, one after the other.
+
+    The gradient of one ``unbind`` is one stack; that of an index per chunk fills a tensor of the whole size each time.
+    """
+    return zip(*(x.unbind(2) for x in tensors), strict=True)
 
 
 def _pairwise_scalar(rows: list[Tensor], cols: Tensor, total: Tensor) -> list[Tensor]:
@@ -167,10 +176,11 @@ def delta_rule_chunks(
 
     state = v.new_zeros(batch, heads, k_dim, v.shape[-1]) if initial_state is None else initial_state.float()
     outputs = []
-    for i in range(q.shape[2]):
-        new = fresh[:, :, i] - reader[:, :, i] @ state
-        outputs.append(q[:, :, i] @ state + scores[:, :, i] @ new)
-        state = state * chunk_decay[:, :, i] + writer[:, :, i] @ new
+    for parts in _chunks(fresh, reader, q, scores, writer, chunk_decay):
+        new_i, reader_i, q_i, scores_i, writer_i, decay_i = parts
+        new = new_i - reader_i @ state
+        outputs.append(q_i @ state + scores_i @ new)
+        state = state * decay_i + writer_i @ new
     out = torch.stack(outputs, 2).reshape(batch, heads, length + pad, -1)[:, :, :length]
     return out.transpose(1, 2).to(value.dtype), state
 
@@ -240,9 +250,9 @@ def fast_mamba2_scan(
         else:
             state = initial_states.float().transpose(-1, -2)
         before = []
-        for i in range(x.shape[2]):
+        for decay_i, writes_i in _chunks(chunk_decay, writes):
             before.append(state)
-            state = state * chunk_decay[:, :, i] + writes[:, :, i]
+            state = state * decay_i + writes_i
         out = inside + reader @ torch.stack(before, 2)
         if D is not None:
             out = out + x * D.float()[:, None, None, None]

@@ -5,8 +5,8 @@
     python training/study.py --plot --out OUT
 
 The models have recurrent and feed-forward layers only: an attention layer would answer the recall task without the
-state. Their decays start with half-lives spread from tens to thousands of tokens. They learn text and recall together
-(``recall.py``). Then, with states kept in each of ``PRECISIONS`` (``replayssm.evaluate``, window 16):
+state. Their decays start with half-lives spread from hundreds to thousands of tokens. They learn text and recall
+together (``recall.py``). Then, with states kept in each of ``PRECISIONS`` (``replayssm.evaluate``, window 16):
 
 | result    | what is measured                                                                                        |
 |-----------|---------------------------------------------------------------------------------------------------------|
@@ -15,7 +15,8 @@ state. Their decays start with half-lives spread from tens to thousands of token
 | `long`    | as `text` for one sequence of ``--long-tokens`` and fewer precisions, with ``--long``                    |
 | `ratio`   | KL of one shared NVFP4 copy over that of NVFP4 reads beside each recurrence, and what the decays predict |
 
-``OUT/study-FAMILY.json`` is written after each part. Only results are kept, no weights.
+``OUT/study-FAMILY.json`` is written after each part, and ``OUT/study-FAMILY.pt`` (weights, and the record of the
+training) after the training, so that the measurements can also be made elsewhere: ``--trained OUT``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from scan import use_fast_scans
 from torch import Tensor
 from train import Settings, Trainer, conditions, learning_rate_at, source_hash
 
+from replayssm.attach.transformers.find import find_layers
 from replayssm.evaluate.forward import logits_of, replayed_forward
 from replayssm.evaluate.measure import evaluate
 from replayssm.evaluate.precision import Precision
@@ -47,10 +49,12 @@ WINDOW = 16
 SHARED, READS = "nvfp4", "fp32+nvfp4"
 PRECISIONS = ("fp32", SHARED, READS, "fp16+nvfp4", "fp8+nvfp4", "fp8-stochastic+nvfp4")
 LONG_PRECISIONS = ("fp32", SHARED, READS, "fp8+nvfp4")
-HALF_LIVES = (32.0, 8192.0)
+HALF_LIVES = (256.0, 16384.0)
 RECALL_ROWS = 4096  # drawn for training; a run of a hundred seconds sees each of them a few times
+DENSE = 0.5  # share of them with an event in every cell
+DISTANCES = (0, 64, 256, 1024, 2048, 1 << 30)
 
-LAYERS = 4
+LAYERS = 2  # enough to recall, and an evaluation decodes them one after the other
 _LINEAR = ["linear_attention"] * LAYERS
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {
@@ -102,12 +106,27 @@ class Weighted(Trainer):
 
 
 def batches(text: int, rows: int, length: int, batch: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless starts ``[batch]``: a quarter anywhere in ``text`` tokens, the others at recall rows, which lie behind it."""
+    """Endless starts ``[batch]``: an eighth anywhere in ``text`` tokens, the others at recall rows, which lie behind it."""
     rng = np.random.default_rng(seed)
-    plain = batch // 4
+    plain = batch // 8
     while True:
         places = rng.integers(0, text - length - 1, plain)
         yield np.concatenate([places, text + (length + 1) * rng.integers(0, rows, batch - plain)])
+
+
+def build(name: str, options: argparse.Namespace, vocabulary: int) -> torch.nn.Module:
+    """The model, not trained yet."""
+    model = build_model(name, vocabulary + EXTRA_TOKENS, **(SHAPES[name] | options.config))
+    set_half_lives(model, *HALF_LIVES)
+    return model.to(options.device)
+
+
+def load(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model that an earlier run trained, and its record."""
+    saved = torch.load(options.trained / f"study-{name}.pt", map_location=options.device, weights_only=True)
+    model = build(name, options, vocabulary)
+    model.load_state_dict(saved["weights"])
+    return model.eval(), json.loads(saved["record"])
 
 
 def train(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -127,11 +146,10 @@ def train(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torc
     torch.set_float32_matmul_precision("high")
     model_type = FAMILIES[name].model_type
     use_fast_scans(model_type)
-    model = build_model(name, vocabulary + EXTRA_TOKENS, **(SHAPES[name] | options.config))
-    set_half_lives(model, *HALF_LIVES)
-    model = model.to(settings.device).train()
+    model = build(name, options, vocabulary).train()
     stream = np.fromfile(options.data / "train.bin", dtype=np.uint16)
-    woven = weave(stream, vocabulary, options.rows, settings.length + 1, np.random.default_rng(settings.seed))
+    rng = np.random.default_rng(settings.seed)
+    woven = weave(stream, vocabulary, options.rows, settings.length + 1, rng, DENSE)
     tokens = np.concatenate([stream.astype(np.int32), woven.tokens.astype(np.int32).reshape(-1)])
     weights = np.concatenate([np.ones(len(stream), dtype=np.float32), woven.weights.reshape(-1)])
     on_device = (torch.from_numpy(x).to(settings.device) for x in (tokens, weights))
@@ -167,8 +185,10 @@ def train(name: str, options: argparse.Namespace, vocabulary: int) -> tuple[torc
         "tokens": step * settings.batch * settings.length,
         "final_loss": curve[-1]["loss"],
         "setup_seconds": round(first - began, 1),
+        "conditions": conditions(settings.device),
         "curve": curve[:: max(1, len(curve) // 100)],
     }
+    torch.save({"weights": model.state_dict(), "record": json.dumps(record)}, options.out / f"study-{name}.pt")
     return model.eval(), record
 
 
@@ -194,9 +214,8 @@ def answer(model: Any, rows: Rows, device: str, at_once: int) -> dict[str, Any]:
         hidden = replayed_forward(model, ids, configs).hidden[:, row, position - 1]
         right.append((logits_of(model, hidden).argmax(-1) == ids[row, position]).cpu())
     each, distance = torch.cat(right, 1).double(), torch.from_numpy(rows.questions[:, 2])
-    edges = [0, 64, 256, 1024, 1 << 30]
     by_distance = {}
-    for low, high in pairwise(edges):
+    for low, high in pairwise(DISTANCES):
         inside = (distance >= low) & (distance < high)
         if inside.any():
             key = f"{low} to {high}" if high < 1 << 30 else f"{low} and more"
@@ -252,7 +271,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         say(name, f"{key}: {result['seconds'][key]} s")
 
     began = time.monotonic()
-    model, record = train(name, options, vocabulary)
+    model, record = (train if options.trained is None else load)(name, options, vocabulary)
     part("training", began, record)
 
     began = time.monotonic()
@@ -264,7 +283,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     began = time.monotonic()
     ids = text_rows(options.data, options.tokens, options.sequences, options.device)
-    text = evaluate(model, ids, PRECISIONS, window=WINDOW).as_json()
+    layers = len(find_layers(model))
+    text = evaluate(model, ids, PRECISIONS, window=WINDOW, progress=Progress(name, layers * options.tokens)).as_json()
     part("text", began, text)
     part("ratio", time.monotonic(), ratios(text))
     say(name, "KL " + ", ".join(f"{row['precision']} {row['kl']:.3g}" for row in text["rows"]))
@@ -273,7 +293,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.long:
         began = time.monotonic()
         ids = text_rows(options.data, options.long_tokens, 1, options.device)
-        part("long", began, evaluate(model, ids, LONG_PRECISIONS, window=WINDOW).as_json())
+        progress = Progress(name, layers * options.long_tokens)
+        part("long", began, evaluate(model, ids, LONG_PRECISIONS, window=WINDOW, progress=progress).as_json())
         part("long_ratio", time.monotonic(), ratios(result["long"]))
         say(name, json.dumps(result["long_ratio"]))
     return result
@@ -286,6 +307,21 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(x) for key, x in value.items()}
     return [rounded(x) for x in value] if isinstance(value, list) else value
+
+
+class Progress:
+    """Says how far an evaluation is, a few times."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done, self.began = name, total, 0, time.monotonic()
+
+    def __call__(self, tokens: int) -> None:
+        """Count tokens of a layer."""
+        before, self.done = self.done, self.done + tokens
+        if 8 * before // self.total < 8 * self.done // self.total:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            say(self.name, f"  {self.done / self.total:.0%} after {time.monotonic() - self.began:.1f} s")
 
 
 def say(name: str, what: str) -> None:
@@ -354,6 +390,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="unknown", help="revision of this repository, for the record")
     parser.add_argument("--config", type=json.loads, default={}, help="config values to replace, as JSON (for tests)")
+    parser.add_argument("--trained", type=Path, help="the OUT of an earlier run, whose models are measured again")
     parser.add_argument("--plot", action="store_true", help="draw what is in OUT, and nothing else")
     return parser.parse_args(arguments)
 

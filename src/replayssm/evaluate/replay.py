@@ -4,13 +4,15 @@ The text is given, so a layer's inputs at all its tokens are known before the la
 text, where decoding takes the tokens in turns over the layers. Each layer decodes as ever, in steps of `verify` and a
 commit of all tokens. The first token of a window is a step of its own, because there decoding differs: it folds, and
 then reads the checkpoint that it has in hand. The others read the read copy, as many as fit into a step.
+
+All rows of all settings are at the same token, so that one cursor serves them all: a step is opened and closed once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,8 +91,11 @@ class LayerReplay:
         for pool in self.pools:
             for row in range(rows):
                 pool.acquire(row, seed=layer << 32 | row)
+        for pool in self.pools[1:]:  # settings may run side by side, and each counts for itself what it clamps
+            pool.cursor = replace(self.pools[0].cursor, saturated=pool.cursor.saturated)
         self.slots = torch.arange(rows, device=device)
         self.layout = self.pools[0].layers[0].layout
+        self.begun = False  # whether the rings have tokens
         self.streams = [torch.cuda.Stream() for _ in self.pools] if device.type == "cuda" else []
 
     def run(self, inputs: Mapping[str, Tensor], progress: Callable[[int], None] | None = None) -> LayerRun:
@@ -106,10 +111,12 @@ class LayerReplay:
             batch, length, self.geometry.heads, self.geometry.value_dim, device=self.slots.device, dtype=torch.float32
         )
         piece = piece_of(self.layout.config)
-        decode = self._graphed(taken, piece) if self.streams and length >= 4 * piece else self._decode
+        decode: Callable[[Mapping[str, Tensor]], Tensor] = self._decode
         errors = []
         for begin in range(0, length, piece):
             part = {name: x[:, begin : begin + piece] for name, x in taken.items()}
+            if begin == piece and self.streams and length >= 4 * piece:
+                decode = self._graphed(part)  # the first piece differs, and libraries have set themselves up in it
             whole = min(piece, length - begin) == piece
             y[:, begin : begin + piece] = (decode if whole else self._decode)(part)
             errors.append(self._state_errors())
@@ -125,49 +132,44 @@ class LayerReplay:
         return LayerRun(y, torch.stack(errors, 1), half_life, (1 / forgotten).mean(-1))
 
     def _decode(self, part: Mapping[str, Tensor]) -> Tensor:
-        """Outputs of one piece of the text; settings run on streams of their own where there are any."""
-        outputs = []
+        """Outputs of the next piece of the text; settings run on streams of their own where there are any."""
+        config, clock = self.layout.config, self.pools[0]
+        length, window = next(iter(part.values())).shape[1], config.window
         main = torch.cuda.current_stream() if self.streams else None
-        for number, pool in enumerate(self.pools):
-            mine = slice(number * self.rows, (number + 1) * self.rows)
-            rows = {name: x[mine] for name, x in part.items()}
-            if main is None:
-                outputs.append(self._windows(pool, rows))
-                continue
-            stream = self.streams[number]
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                outputs.append(self._windows(pool, rows))
-            main.wait_stream(stream)
-        return torch.cat(outputs)
-
-    def _windows(self, pool: StatePool, rows: Mapping[str, Tensor]) -> Tensor:
-        outputs = []
-        length, window, most = next(iter(rows.values())).shape[1], pool.config.window, pool.config.verify_len
+        outputs: list[list[Tensor]] = [[] for _ in self.pools]
+        steps = []  # until all streams have met: memory that is free here could be written while another one reads it
         begin = 0
         while begin < length:
             behind = begin % window  # tokens of this window that the ring has
-            tokens = min(1 if behind == 0 else most, window - behind, length - begin)
-            inputs = {name: x[:, begin : begin + tokens] for name, x in rows.items()}
-            step = flow.open_step(pool, self.slots, tokens)
-            outputs.append(flow.verify(pool, 0, step, inputs))
-            flow.close_step(pool, step)
-            flow.commit(pool, self.slots, tokens)
+            tokens = min(1 if behind == 0 else config.verify_len, window - behind, length - begin)
+            folds = behind == 0 and self.begun
+            step = replace(flow.open_step(clock, self.slots, tokens), folds=folds, is_full=True)
+            steps.append(step)
+            for number, pool in enumerate(self.pools):
+                mine = slice(number * self.rows, (number + 1) * self.rows)
+                inputs = {name: x[mine, begin : begin + tokens] for name, x in part.items()}
+                if main is None:
+                    outputs[number].append(flow.verify(pool, 0, step, inputs))
+                    continue
+                self.streams[number].wait_stream(main)  # for the plan; the cursor runs ahead of the states
+                with torch.cuda.stream(self.streams[number]):
+                    outputs[number].append(flow.verify(pool, 0, step, inputs))
+            flow.close_step(clock, step)
+            flow.commit(clock, self.slots, tokens)
             begin += tokens
-        return torch.cat(outputs, 1)
+            self.begun = True
+        if main is not None:
+            for stream in self.streams:
+                main.wait_stream(stream)
+        return torch.cat([torch.cat(each, 1) for each in outputs])
 
-    def _graphed(self, taken: Mapping[str, Tensor], piece: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    def _graphed(self, part: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """`_decode` as a CUDA graph: of the hundreds of small launches of a window, none waits for the host."""
-        static = {name: x[:, :piece].clone() for name, x in taken.items()}
-        fresh = [[counter.clone() for _, counter in pool.cursor.items()] for pool in self.pools]
-        self._decode({name: x[:, :2] for name, x in static.items()})  # libraries set themselves up
+        static = {name: x.clone() for name, x in part.items()}
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = self._decode(static)
-        for pool, counters in zip(self.pools, fresh, strict=True):  # forget the warm-up: an empty slot's memory is free
-            for (_, counter), value in zip(pool.cursor.items(), counters, strict=True):
-                counter.copy_(value)
 
         def decode(part: Mapping[str, Tensor]) -> Tensor:
             for name, x in part.items():

@@ -26,14 +26,17 @@ def flush(pool: StatePool, slots: Sequence[int] | Tensor) -> None:
 
 def fold_due(pool: StatePool, number: int, step: Step) -> None:
     """Fold, in layer `number`, the records of the rows that are due; other rows are untouched."""
+    if not step.folds:
+        return
     kernels = fold_kernels_of(pool)
     if kernels is not None:
         kernels.fold_due(number, step.plan)
         return
-    layer, active = pool.layers[number], step.folded > 0
+    layer = pool.layers[number]
+    active = None if step.is_full else step.folded > 0
     slots, rows, mask, empty = step.slots, step.fold_rows, step.fold_mask, step.empty_before
     tokens = step.position - step.history
-    if host_visible(active):
+    if active is not None and host_visible(active):
         chosen = active.nonzero().squeeze(1)
         if not len(chosen):
             return

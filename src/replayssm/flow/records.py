@@ -12,9 +12,9 @@ from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState
 
 
-def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` [B, R, ...] where `mask` [B, R], else 0; a selection, because unread rows may hold NaN."""
-    return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), x, 0)
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x` [B, R, ...] where `mask` [B, R], else 0; a selection, as unread rows may hold NaN. All of it for None."""
+    return x if mask is None else torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), x, 0)
 
 
 def check_inputs(layout: StateLayout, step: Step, inputs: Mapping[str, Tensor]) -> None:
@@ -38,7 +38,7 @@ def check_inputs(layout: StateLayout, step: Step, inputs: Mapping[str, Tensor]) 
 def take_inputs(layout: StateLayout, step: Step, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The layer's inputs, checked, masked and raised to the compute dtype."""
     check_inputs(layout, step, inputs)
-    mask, dtype = step.token_mask, layout.compute_dtype
+    mask, dtype = None if step.is_full else step.token_mask, layout.compute_dtype
     return {field.name: masked(inputs[field.name], mask).to(dtype) for field in layout.recurrence.inputs}
 
 

@@ -30,6 +30,8 @@ class Step:
         window: configured window, the padded number of history rows.
         ring_rows: physical rows of the ring.
         is_tree: whether some row's tokens may be no chain.
+        folds: False where the host knows that no row folds, so that nothing is launched to find that out.
+        is_full: True where it knows that every row has `width` tokens and, with `folds`, that every row folds.
     """
 
     plan: Tensor
@@ -38,6 +40,8 @@ class Step:
     window: int
     ring_rows: int
     is_tree: bool = False
+    folds: bool = True
+    is_full: bool = False
 
     @property
     def slots(self) -> Tensor:

@@ -70,17 +70,19 @@ def _verify(pool: StatePool, number: int, step: Step, inputs: dict[str, Tensor])
         state = torch.where((step.folded > 0)[:, None, None, None], layer.state(step.slots, "checkpoint"), state)
     state = torch.where(step.empty[:, None, None, None], 0, state)
 
-    history = take_ring(layer, step.slots, step.history_rows, step.history_mask)
+    history = None
+    if not (step.is_full and step.folds):  # where every row has just folded, no ring has anything
+        history = take_ring(layer, step.slots, step.history_rows, step.history_mask)
     record = recurrence.record(inputs, layer.params)
     y, u = window_outputs(layer, state, history, record, inputs, step.descends)
 
     if recurrence.delta_rule:
         record["u"] = u
-    active = step.token_mask.flatten()
+    active = None if step.is_full else step.token_mask.flatten()
     index = (step.slots.unsqueeze(1).expand(-1, step.width).flatten(), step.draft_rows.flatten())
     for field in layer.layout.ring_fields:
         put_rows(layer.tensors[f"ring.{field.name}"], index, record[field.name].flatten(0, 1), active)
-    return torch.where(step.token_mask[..., None, None], y, 0)
+    return y if step.is_full else torch.where(step.token_mask[..., None, None], y, 0)
 
 
 def window_outputs(

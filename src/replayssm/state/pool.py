@@ -279,7 +279,7 @@ class StatePool:
 
     # ---- writing
 
-    def store(self, layer: int, slots: Tensor, state: Tensor, active: Tensor, tokens: Tensor) -> None:
+    def store(self, layer: int, slots: Tensor, state: Tensor, active: Tensor | None, tokens: Tensor) -> None:
         """Round a layer's `state` into its checkpoint, and what the checkpoint then holds into its read copy.
 
         Elements clamped to the range of either format are counted per slot.
@@ -288,7 +288,7 @@ class StatePool:
             layer: index into `layers`.
             slots: int64 [B].
             state: [B, H, N, P].
-            active: bool [B], which rows are stored.
+            active: bool [B], which rows are stored; None where the host knows that all are.
             tokens: int64 [B], the tokens that the state holds; they number the draws of stochastic rounding.
         """
         target, at = self.layers[layer], slots.clamp(min=0)
@@ -301,7 +301,8 @@ class StatePool:
         ):
             if form is None:
                 continue
-            self.cursor.saturated.index_add_(0, at, torch.where(active, form.saturated(state), 0))
+            clamped = form.saturated(state)
+            self.cursor.saturated.index_add_(0, at, clamped if active is None else torch.where(active, clamped, 0))
             parts = form.encode(state, random)
             for suffix, part in parts.items():
                 put_rows(target.tensors[f"{kind}{suffix}"], (slots,), part, active)

@@ -15,16 +15,19 @@ def host_visible(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def put_rows(target: Tensor, index: tuple[Tensor, ...], values: Tensor, active: Tensor) -> None:
+def put_rows(target: Tensor, index: tuple[Tensor, ...], values: Tensor, active: Tensor | None) -> None:
     """target[index] = values where `active`, and nothing elsewhere.
 
     Args:
         target: any strides; its leading dims are addressed by `index`.
         index: int64 tensors [M], one per leading dim; may hold anything where inactive. Active entries differ.
         values: [M, ...], cast to the dtype of `target`.
-        active: bool [M].
+        active: bool [M], None where the host knows that all are.
     """
     values = values.to(target.dtype)
+    if active is None:
+        target.index_put_(index, values)
+        return
     if host_visible(active):
         chosen = active.nonzero().squeeze(1)
         if len(chosen):
