@@ -4,8 +4,9 @@
     PYTHONPATH=src:.carry/peers python benchmarks/steps/run.py OUT --stage nano --stage qwen
 
 OUT/steps-STAGE.json is rewritten after every row. Each kernel runs with the configuration that is fastest on the layer
-alone, found first. It takes what the layer has computed: gates, step sizes, queries, keys and values, copied where the
-convolution has left them apart. States are its own, taken over from the runner, so that it must put out what ours does.
+alone, found first. It takes what the layer has computed: gates, step sizes, queries, keys and values, as views of what
+the convolution has left where the kernel takes strides, and as copies otherwise. States are its own, taken over from
+the runner, so that it must put out what ours does.
 """
 
 from __future__ import annotations
@@ -164,7 +165,9 @@ class PeerSide:
 
         def verify(ordinal: int, inputs: Mapping[str, Tensor]) -> Tensor:
             sequences.advanced = True
-            given = {name: (x.float() if name in exact else x).contiguous() for name, x in inputs.items()}
+            given = {name: x.float() if name in exact else x for name, x in inputs.items()}
+            if not self.peer.takes_views:
+                given = {name: x.contiguous() for name, x in given.items()}
             by_layer: dict[str, Any] = {name: {ordinal: x} for name, x in given.items()}
             peer_run.inputs = Inputs(by_layer, params[ordinal])
             y = self.peer.launch(peer_run, ordinal, config)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from replayssm import attach
 from replayssm.attach.transformers.sequences import Sequences
+from replayssm.bench import steps
 from replayssm.bench.rows import Conditions, Report
 from replayssm.bench.steps import (
     Neighbours,
@@ -46,8 +49,10 @@ def bench(family: str, steps: int = 6) -> StepBench:
     return StepBench(model, Report(Conditions.collect(CPU, "test")), steps, log=lambda line: None)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5", "kimi_linear", "falcon_h1"])
-def test_every_side_runs(family: str) -> None:
+def test_every_side_runs(family: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "attach", partial(attach, fused=fused))
     found = bench(family)
     rows = found.measure(StepCase("toy", 3, 70, window=4), [PerTokenSide(), ReplaySide()])
     assert found.report.refusals == []

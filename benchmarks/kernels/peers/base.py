@@ -32,6 +32,8 @@ class Peer(ABC):
     recurrence: ClassVar[str]
     axes: ClassVar[Literal["PN", "NP"]] = "PN"
     """Order of a state's value (P) and key (N) dims in memory, outermost first."""
+    takes_views: ClassVar[bool] = False
+    """Whether inputs may be views whose tokens lie apart."""
     state_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
 
     @property

@@ -25,6 +25,7 @@ class VllmMamba2(Peer):
     name = "vllm selective_state_update"
     package = "vllm"
     recurrence = "mamba2"
+    takes_views = True
     raw = True
     """Whether dt comes before bias and softplus, as the layer has it, or after them."""
 

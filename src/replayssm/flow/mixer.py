@@ -7,17 +7,28 @@ The torch back end below is what it means; `recurrences/<name>/mixer.py` says wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from replayssm.flow.backend import kernels_of
 from replayssm.flow.conv import causal_conv, check_conv
 from replayssm.flow.step import Step
 from replayssm.flow.verify import verify
+from replayssm.recurrences.base import Tensors
 from replayssm.recurrences.mixer import Mixer, Projected, Weights
 from replayssm.state.pool import StatePool
 
 
-def mix(pool: StatePool, layer: int, step: Step, mixer: Mixer, weights: Weights, projected: Projected) -> Tensor:
+def mix(
+    pool: StatePool,
+    layer: int,
+    step: Step,
+    mixer: Mixer,
+    weights: Weights,
+    projected: Projected,
+    advance: Callable[[Tensors], Tensor] | None = None,
+) -> Tensor:
     """Run one layer of a step to the ring, from its projections to the input of its output projection.
 
     Args:
@@ -27,6 +38,7 @@ def mix(pool: StatePool, layer: int, step: Step, mixer: Mixer, weights: Weights,
         mixer: of the layer's recurrence.
         weights: of this layer.
         projected: of the step's tokens [B, T, ...].
+        advance: inputs -> y, what runs the recurrence; `verify` by default.
 
     Returns:
         [B, T, H * P] in the model's dtype. The gates, the outputs of the recurrence and the norm are fp32, and are
@@ -47,7 +59,8 @@ def mix(pool: StatePool, layer: int, step: Step, mixer: Mixer, weights: Weights,
         y = causal_conv(pool, layer, step, projected.conv, weights.conv, weights.conv_bias, weights.activation)
         gates = mixer.gates(projected.gates, weights.gates, weights.constants, layout.geometry)
         gates = {name: gate.to(layout.compute_dtype) for name, gate in gates.items()}
-    read = verify(pool, layer, step, {**mixer.inputs(layout.geometry, y), **gates})
+    inputs = {**mixer.inputs(layout.geometry, y), **gates}
+    read = verify(pool, layer, step, inputs) if advance is None else advance(inputs)
     if kernels is not None and step.width:
         return kernels.gated_norm(read, projected.z, weights.norm)
     return weights.norm(read, projected.z)
