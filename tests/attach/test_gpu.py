@@ -5,20 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from replayssm import models
+
 from .helpers import assert_close, attached, forward, generate, new_cache, prompt
-from .models import build
+from .models import FAMILIES, build
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("window", [4, 16])
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear", "falcon_h1"])
-def test_decodes_as_without_replay(family: str, window: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decodes_as_without_replay(family: str, window: int, fused: bool | None) -> None:
     torch.backends.cudnn.allow_tf32 = False  # else the convolution alone differs by 1e-3
     model, ids = build(family).cuda(), prompt(13, rows=2).cuda()
     for options in ({}, {"num_beams": 3}):
         tokens, log_probabilities = generate(model, ids, 40, **options)
-        with attached(model, window=window) as handle:
+        with attached(model, fused=fused, window=window) as handle:
+            assert fused is False or handle.unfused == (None,) * len(handle.layers)
             found_tokens, found = generate(model, ids, 40, **options)
             assert handle.slots_in_use == 0
             assert handle.traffic().tokens > 0
@@ -56,3 +60,28 @@ def test_assisted_generation(family: str, window: int) -> None:
             assert torch.equal(found_tokens, tokens)
             assert_close(found, log_probabilities)
             assert handle.slots_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["gdn-tiny", "kda-tiny", "mamba2-tiny"])
+def test_bundled_models_in_bf16_read_text_alike(name: str) -> None:
+    """Token by token through real text: fused, in the model's own layers, and without replay at all.
+
+    Fused steps round less often than the model's own layers do, so neither is nearer to the other than bf16 allows; in
+    fp32, which both round, they agree.
+    """
+    import transformers
+
+    text = torch.randint(3, 200, (2, 48), generator=torch.Generator().manual_seed(0)).cuda()
+    worst = {}
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.15)):
+        torch.backends.cudnn.allow_tf32 = False
+        model = transformers.AutoModelForCausalLM.from_pretrained(models.path(name), dtype=dtype).cuda().eval()
+        expected = forward(model, text).float().log_softmax(-1)[:, 8:]
+        for fused in (None, False):
+            with attached(model, fused=fused, window=16):
+                held = new_cache(model)
+                forward(model, text[:, :8], held)
+                found = torch.cat([forward(model, text[:, i : i + 1], held, i) for i in range(8, 48)], 1)
+            difference = (found.float().log_softmax(-1) - expected).abs()
+            worst[dtype, fused] = difference.mean().item()
+            assert worst[dtype, fused] <= limit, worst

@@ -32,8 +32,8 @@ MIXERS = {
     "gdn": ((12288,), 2, 2, (64, 64), (1.0,), 128, True, False, False),
     "kda": ((4096, 4096, 4096), 2, 2, (4096, 32), (0.0,), 128, True, False, True),
 }
-"""Channels of the convolution in parts; inputs and parameters of the gates, their sizes and constants; size of the norm's
-groups, whether they share weights, whether z comes first, and as a sigmoid."""
+"""Channels of the convolution in parts; inputs and parameters of the gates, their sizes and constants; of the norm the
+size of its groups, whether they share weights, whether z comes first, and as a sigmoid."""
 
 MORE = {
     "mamba2 head dim 80": ("mamba2", Geometry(96, 8, 128, 80)),

@@ -7,6 +7,8 @@ The torch back end below is what it means; `recurrences/<name>/mixer.py` says wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from replayssm.flow.backend import kernels_of
@@ -17,7 +19,15 @@ from replayssm.recurrences.mixer import Mixer, Projected, Weights
 from replayssm.state.pool import StatePool
 
 
-def mix(pool: StatePool, layer: int, step: Step, mixer: Mixer, weights: Weights, projected: Projected) -> Tensor:
+def mix(
+    pool: StatePool,
+    layer: int,
+    step: Step,
+    mixer: Mixer,
+    weights: Weights,
+    projected: Projected,
+    advance: Callable[[dict[str, Tensor]], Tensor] | None = None,
+) -> Tensor:
     """Run one layer of a step to the ring, from its projections to the input of its output projection.
 
     Args:
@@ -27,6 +37,7 @@ def mix(pool: StatePool, layer: int, step: Step, mixer: Mixer, weights: Weights,
         mixer: of the layer's recurrence.
         weights: of this layer.
         projected: of the step's tokens [B, T, ...].
+        advance: the recurrence's inputs -> y [B, T, H, P] contiguous, in place of `verify`; for measurements.
 
     Returns:
         [B, T, H * P] in the model's dtype. The gates, the outputs of the recurrence and the norm are fp32, and are
@@ -47,7 +58,8 @@ def mix(pool: StatePool, layer: int, step: Step, mixer: Mixer, weights: Weights,
         y = causal_conv(pool, layer, step, projected.conv, weights.conv, weights.conv_bias, weights.activation)
         gates = mixer.gates(projected.gates, weights.gates, weights.constants, layout.geometry)
         gates = {name: gate.to(layout.compute_dtype) for name, gate in gates.items()}
-    read = verify(pool, layer, step, {**mixer.inputs(layout.geometry, y), **gates})
+    inputs = {**mixer.inputs(layout.geometry, y), **gates}
+    read = verify(pool, layer, step, inputs) if advance is None else advance(inputs)
     if kernels is not None and step.width:
         return kernels.gated_norm(read, projected.z, weights.norm)
     return weights.norm(read, projected.z)

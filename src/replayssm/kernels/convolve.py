@@ -39,10 +39,11 @@ GATE_BLOCK = 512
 @triton.jit
 def convolve_kernel(
     plan_row, plan, items, conv_programs, carry, x, weight, bias, y, gate_inputs, gate_params, gates,
-    T: tl.constexpr, CHANNELS: tl.constexpr, OFFSETS: tl.constexpr, TOTAL: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, ITEMS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, CARRY_ROWS: tl.constexpr,
-    SILU: tl.constexpr, IS_TREE: tl.constexpr, OVERLAP: tl.constexpr, GATE: tl.constexpr, GATES: tl.constexpr,
-    GATE_BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
+    T: tl.constexpr, CHANNELS: tl.constexpr, OFFSETS: tl.constexpr, STARTS: tl.constexpr, TOTAL: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    CARRY_ROWS: tl.constexpr, SILU: tl.constexpr, IS_TREE: tl.constexpr, OVERLAP: tl.constexpr,
+    GATE: tl.constexpr, GATES: tl.constexpr, GATE_BLOCK: tl.constexpr, CONSTANTS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program per ITEMS tokens and BLOCK channels, and with GATES some more per token and GATE_BLOCK gates.
 
@@ -74,15 +75,12 @@ def convolve_kernel(
     block = pid % BLOCKS
     first = (pid // BLOCKS).to(tl.int64) * ITEMS
     for part in tl.static_range(len(CHANNELS)):
-        # the blocks of a part come before those of the next one
-        here: tl.constexpr = (CHANNELS[part] + BLOCK - 1) // BLOCK
-        if (block >= 0) & (block < here):
-            c = block * BLOCK + tl.arange(0, BLOCK)
+        if (block >= STARTS[part]) & (block < STARTS[part + 1]):
+            c = (block - STARTS[part]) * BLOCK + tl.arange(0, BLOCK)
             convolve_block(
                 plan_row, plan, items, carry, x[part], weight, bias, y, first, c, OFFSETS[part] + c,
                 c < CHANNELS[part], T, TOTAL, BLOCK, ITEMS, WIDTH, TAPS, CARRY_ROWS, SILU, IS_TREE,
             )  # fmt: skip
-        block -= here
 
 
 @triton.jit
@@ -162,6 +160,7 @@ def constants(
         "CHANNELS": channels,
         "OFFSETS": tuple(accumulate(channels, initial=0))[:-1],
         "TOTAL": sum(channels),
+        "STARTS": tuple(accumulate((triton.cdiv(part, BLOCK) for part in channels), initial=0)),
         "BLOCKS": sum(triton.cdiv(part, BLOCK) for part in channels),
         "BLOCK": BLOCK,
         "ITEMS": items_each,

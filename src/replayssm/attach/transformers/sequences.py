@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,9 +253,9 @@ class Sequences:
 
     def mix(self, ordinal: int, mixer: Mixer, weights: Weights, projected: Projected) -> Tensor:
         """What the layer's output projection gets, [B, T, H * P], of the step's tokens, which go to the ring."""
-        self.advanced = True
         with exactly(self.pool.device):
-            return flow.mix(self.pool, ordinal, self._running(), mixer, weights, projected)
+            step, advance = self._running(), partial(self.verify, ordinal)
+            return flow.mix(self.pool, ordinal, step, mixer, weights, projected, advance)
 
     def state_before(self, ordinal: int) -> Tensor:
         """The state before a prompt's next chunk, in the model's own layout."""
