@@ -12,10 +12,15 @@ from .models import FAMILIES, build
 
 pytestmark = pytest.mark.gpu
 
+MAIN = ("qwen3_5", "nemotron_h", "kimi_linear", "falcon_h1")
 
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("window", [4, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize(
+    ("family", "window", "fused"),
+    [(family, window, None) for family in MAIN for window in (4, 16)]
+    + [(family, 4, False) for family in MAIN]
+    + [(family, 4, None) for family in FAMILIES if family not in MAIN],
+)
 def test_decodes_as_without_replay(family: str, window: int, fused: bool | None) -> None:
     torch.backends.cudnn.allow_tf32 = False  # else the convolution alone differs by 1e-3
     model, ids = build(family).cuda(), prompt(13, rows=2).cuda()
@@ -64,16 +69,15 @@ def test_assisted_generation(family: str, window: int) -> None:
 
 @pytest.mark.parametrize("name", ["gdn-tiny", "kda-tiny", "mamba2-tiny"])
 def test_bundled_models_in_bf16_read_text_alike(name: str) -> None:
-    """Token by token through real text: fused, in the model's own layers, and without replay at all.
+    """Token by token through text: fused, in the model's own layers, and without replay at all.
 
-    Fused steps round less often than the model's own layers do, so neither is nearer to the other than bf16 allows; in
-    fp32, which both round, they agree.
+    The mean differences of log-probabilities were 0.04 in bf16, and 0.003 in fp32 where the model's own scan clamps dt.
     """
     import transformers
 
     text = torch.randint(3, 200, (2, 48), generator=torch.Generator().manual_seed(0)).cuda()
     worst = {}
-    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.15)):
+    for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 0.1)):
         torch.backends.cudnn.allow_tf32 = False
         model = transformers.AutoModelForCausalLM.from_pretrained(models.path(name), dtype=dtype).cuda().eval()
         expected = forward(model, text).float().log_softmax(-1)[:, 8:]
