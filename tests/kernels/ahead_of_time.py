@@ -15,6 +15,7 @@ import torch
 
 from replayssm import ReplayConfig
 from replayssm.kernels import ahead
+from replayssm.kernels.convolve import MAX_TOKENS
 from replayssm.kernels.launch import Choice
 from replayssm.kernels.tuned import FOLDER, Shape, heuristic, load
 from replayssm.recurrences import Geometry, get, registry
@@ -87,7 +88,7 @@ def mixers(name: str, capability: int) -> dict[str, object]:
     """Convolution with gates and gated norm around a recurrence."""
     parts, inputs, params, gates, constants, size, shared, gate_first, is_sigmoid = MIXERS[name]
     found: dict[str, object] = {}
-    for tokens, items, is_tree in [(1, 1, False), (1, 8, False), (4, 8, True)]:
+    for tokens, items, is_tree in [(1, 1, False), (1, MAX_TOKENS, False), (4, MAX_TOKENS, True)]:
         geometry = replace(GEOMETRIES[name], conv_channels=sum(parts))
         layout = layout_of(name, geometry, tokens)
         resources = ahead.compile_convolve(
