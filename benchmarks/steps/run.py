@@ -142,6 +142,8 @@ class PeerSide:
         session: measures its configurations on a layer alone.
     """
 
+    fused: bool | None = None
+
     def __init__(self, peer: Peer, session: Session) -> None:
         self.peer, self.session = peer, session
         self.what, self.name, self.version = f"model {peer.what}", peer.name, peer.version

@@ -31,9 +31,9 @@ def built(family: str) -> Any:
 
 
 @contextmanager
-def attached(model: Any, **options: Any) -> Iterator[Any]:
+def attached(model: Any, fused: bool | None = None, **options: Any) -> Iterator[Any]:
     """`attach` for the length of a block."""
-    handle = attach(model, ReplayConfig(**options))
+    handle = attach(model, ReplayConfig(**options), fused=fused)
     try:
         yield handle
     finally:

@@ -106,7 +106,9 @@ def test_a_side_that_is_wrong_gets_no_row(family: str) -> None:
         what, name = "model replay", "nothing"
 
     # a subclass of the neighbours would not be checked
-    nothing = type("Side", (), {n: getattr(Nothing, n) for n in ("what", "name", "version", "config", "take")})()
+    nothing = type(
+        "Side", (), {n: getattr(Nothing, n) for n in ("what", "name", "version", "fused", "config", "take")}
+    )()
     found = bench(family)
     rows = found.measure(StepCase("toy", 2, 65), [Forgetting(), nothing])
     assert [row.what for row in rows] == ["model neighbours"]

@@ -15,6 +15,7 @@ import torch
 
 from replayssm import ReplayConfig
 from replayssm.kernels import ahead
+from replayssm.kernels.convolve import MAX_TOKENS
 from replayssm.kernels.launch import Choice
 from replayssm.kernels.tuned import FOLDER, Shape, heuristic, load
 from replayssm.recurrences import Geometry, get, registry
@@ -32,8 +33,8 @@ MIXERS = {
     "gdn": ((12288,), 2, 2, (64, 64), (1.0,), 128, True, False, False),
     "kda": ((4096, 4096, 4096), 2, 2, (4096, 32), (0.0,), 128, True, False, True),
 }
-"""Channels of the convolution in parts; inputs and parameters of the gates, their sizes and constants; size of the
-norm's groups, whether they share weights, whether z comes first, and as a sigmoid."""
+"""Channels of the convolution in parts; inputs and parameters of the gates, their sizes and constants; of the norm the
+size of its groups, whether they share weights, whether z comes first, and as a sigmoid."""
 
 MORE = {
     "mamba2 head dim 80": ("mamba2", Geometry(96, 8, 128, 80)),
@@ -87,7 +88,7 @@ def mixers(name: str, capability: int) -> dict[str, object]:
     """Convolution with gates and gated norm around a recurrence."""
     parts, inputs, params, gates, constants, size, shared, gate_first, is_sigmoid = MIXERS[name]
     found: dict[str, object] = {}
-    for tokens, items, is_tree in [(1, 1, False), (1, 8, False), (4, 8, True)]:
+    for tokens, items, is_tree in [(1, 1, False), (1, MAX_TOKENS, False), (4, MAX_TOKENS, True)]:
         geometry = replace(GEOMETRIES[name], conv_channels=sum(parts))
         layout = layout_of(name, geometry, tokens)
         resources = ahead.compile_convolve(

@@ -21,6 +21,11 @@ SLOTS = 5
 ROWS = (-1, 3, 0, -1, 1)
 
 
+@pytest.fixture(autouse=True)
+def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # else torch's differs by 1e-3
+
+
 @dataclass(frozen=True)
 class Conv:
     """One configuration. With several `parts` the inputs come as several tensors side by side."""

@@ -16,11 +16,13 @@ from torch import Tensor
 from replayssm import ReplayConfig, __version__
 from replayssm.bench.candidate import Config, View, What
 from replayssm.bench.cases import MODEL_DTYPE, Case, Phase
+from replayssm.bench.geometries import Model
 from replayssm.bench.reference import Errors, recurrent, relative_error, sample_rows
 from replayssm.bench.timing import Step as Launch
 from replayssm.bench.timing import rotation_layers
 from replayssm.flow import close_step, commit, load, materialize, open_step, prompt, verify
 from replayssm.flow.step import Step
+from replayssm.recurrences import Geometry
 from replayssm.state.layout import StateLayout, Tally
 from replayssm.state.pool import StatePool
 
@@ -96,7 +98,7 @@ class PreparedReplay:
         self.configs, self._run = replay.configs, replay.launch
         config = replay.config(case)
         model = case.model
-        geometry = replace(model.geometry, conv_channels=0)
+        geometry = self._geometry(model)
         self.layout = StateLayout(model.replayed, geometry, config, MODEL_DTYPE)
         self.layers = max(least_layers, rotation_layers(case.batch * self.layout.read_bytes, device))
         self._generator = torch.Generator(device).manual_seed(0)
@@ -125,6 +127,11 @@ class PreparedReplay:
             in_force = window_in_force(sorted(set(self.pool.layout_numbers)), case.batch, case.verify_len)
             self.case = case.with_(window=min(case.window, in_force))
         self._window = None if self.case.window == case.window else self.case.window
+
+    @staticmethod
+    def _geometry(model: Model) -> Geometry:
+        """Sizes of a layer as it is timed: without its convolution."""
+        return replace(model.geometry, conv_channels=0)
 
     # ---- what is right
 

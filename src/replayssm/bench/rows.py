@@ -24,7 +24,7 @@ class Row:
 
     Args:
         what: "ordinary", "snapshot", "replay", "alternated", "steps" or "read floor"; of whole models "model replay",
-            "model ordinary", "model snapshot" and "model neighbours".
+            "model unfused", "model ordinary", "model snapshot" and "model neighbours".
         name: the kernel: a peer, or a variant of ours.
         version: package and version it comes from.
         geometry, batch, format, window, verify_len, accepted: the case; window is None for kernels without one.

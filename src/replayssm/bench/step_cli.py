@@ -13,7 +13,16 @@ from rich.table import Table
 
 from replayssm.bench.rows import Conditions, Report
 from replayssm.bench.show import headline
-from replayssm.bench.steps import PerTokenSide, ReplaySide, Side, StepBench, StepCase, build_model, fewer_layers
+from replayssm.bench.steps import (
+    PerTokenSide,
+    ReplaySide,
+    Side,
+    StepBench,
+    StepCase,
+    UnfusedSide,
+    build_model,
+    fewer_layers,
+)
 from replayssm.planner.model import read_fields
 
 Others = Callable[[StepCase], Sequence[Side]]
@@ -82,7 +91,9 @@ def run(request: Request, others: Others = lambda case: ()) -> Report:
     for case in cases:
         # a window of 1 has no room for drafts, and no read copy
         plain = [PerTokenSide()] if case.verify_len == 1 else []
-        bench.measure(case, [*others(case), *plain, ReplaySide()])
+        # the neighbours are the same whatever format is read
+        unfused: list[Side] = [UnfusedSide()] if case.format == request.formats[0] else []
+        bench.measure(case, [*others(case), *plain, ReplaySide(), *unfused])
         gc.collect()
     print_table(report)
     return report

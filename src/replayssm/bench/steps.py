@@ -76,9 +76,11 @@ class Side(Protocol):
     """What advances the states of the recurrent layers."""
 
     what: str
-    """ "model replay", "model ordinary", "model snapshot" or "model neighbours"."""
+    """ "model replay", "model unfused", "model ordinary", "model snapshot" or "model neighbours"."""
     name: str
     version: str
+    fused: bool | None
+    """As `attach` takes it: by default the neighbours of the state part are kernels, too, whatever that part is."""
 
     def config(self, case: StepCase) -> ReplayConfig:
         """How the model is attached; ValueError where the side cannot run the case."""
@@ -91,6 +93,7 @@ class ReplaySide:
     """This library as it is."""
 
     what, name, version = "model replay", "replay", __version__
+    fused: bool | None = None
 
     def config(self, case: StepCase) -> ReplayConfig:
         return case.config()
@@ -98,10 +101,18 @@ class ReplaySide:
     def take(self, case: StepCase, sequences: Sequences) -> None: ...
 
 
+class UnfusedSide(ReplaySide):
+    """This library inside of the model's own layers: what their convolution, gates and norm cost there."""
+
+    what, name = "model unfused", "replay, layers not fused"
+    fused: bool | None = False
+
+
 class PerTokenSide:
     """This library with a window of 1, the ordinary form: every token reads and writes the state."""
 
     what, name, version = "model ordinary", "replay, window 1", __version__
+    fused: bool | None = None
 
     def config(self, case: StepCase) -> ReplayConfig:
         if case.verify_len > 1:
@@ -115,6 +126,7 @@ class Neighbours:
     """No state part: outputs are numbers that were drawn once."""
 
     what, name, version = "model neighbours", "no state part", __version__
+    fused: bool | None = None
 
     def config(self, case: StepCase) -> ReplayConfig:
         return case.config()
@@ -259,7 +271,7 @@ class StepBench:
     def _side(self, case: StepCase, side: Side) -> Row:
         config = side.config(case)
         error = None if isinstance(side, Neighbours) else self._check(case, side)
-        with _attached(self.model, config):
+        with _attached(self.model, config, side.fused):
             runner = self._runner(case, side, case.context)
             times = sorted(_series(self.device, runner.advance, self.steps))
             allocated = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
@@ -316,7 +328,7 @@ class StepBench:
         found = self._outputs(case, side, fed, steps)
         plain = replace(case, batch=CHECKED_ROWS, format="fp32", window=16, verify_len=1, accepted=1)
         fed = fed[:CHECKED_ROWS] if case.batch >= CHECKED_ROWS else fed.expand(CHECKED_ROWS, -1)
-        expected = self._outputs(plain, ReplaySide(), fed, steps * case.accepted, torch_backend=True)
+        expected = self._outputs(plain, UnfusedSide(), fed, steps * case.accepted, torch_backend=True)
         error = max(relative_error(ours, right[: len(ours)]) for ours, right in zip(found, expected, strict=True))
         limit = CHECK_LIMITS[case.format.rpartition("+")[2]]
         if not error <= limit:
@@ -330,7 +342,7 @@ class StepBench:
 
         Of a large batch only the first rows.
         """
-        with _attached(self.model, side.config(case)):
+        with _attached(self.model, side.config(case), side.fused):
             runner = self._runner(case, side, None, capture=False)
             sequences = runner._sequences
             if torch_backend:
@@ -372,11 +384,11 @@ class StepBench:
 class _attached:
     """`attach` for the length of a block."""
 
-    def __init__(self, model: Any, config: ReplayConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: Any, config: ReplayConfig, fused: bool | None) -> None:
+        self.model, self.config, self.fused = model, config, fused
 
     def __enter__(self) -> None:
-        self.handle = attach(self.model, self.config)
+        self.handle = attach(self.model, self.config, fused=self.fused)
 
     def __exit__(self, *_: object) -> None:
         self.handle.detach()

@@ -26,7 +26,7 @@ from replayssm.state.layout import StateLayout
 BLOCK, NUM_WARPS = 512, 4
 """Channels of a program, and its warps: vectors of 8 bytes a thread where channels have 16 bits."""
 
-MAX_TOKENS = 8
+MAX_TOKENS = 4
 """Tokens of a program, at most; they share the weights."""
 
 PROGRAMS = 8
@@ -39,10 +39,11 @@ GATE_BLOCK = 512
 @triton.jit
 def convolve_kernel(
     plan_row, plan, items, conv_programs, carry, x, weight, bias, y, gate_inputs, gate_params, gates,
-    T: tl.constexpr, CHANNELS: tl.constexpr, OFFSETS: tl.constexpr, TOTAL: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, ITEMS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, CARRY_ROWS: tl.constexpr,
-    SILU: tl.constexpr, IS_TREE: tl.constexpr, OVERLAP: tl.constexpr, GATE: tl.constexpr, GATES: tl.constexpr,
-    GATE_BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
+    T: tl.constexpr, CHANNELS: tl.constexpr, OFFSETS: tl.constexpr, STARTS: tl.constexpr, TOTAL: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    CARRY_ROWS: tl.constexpr, SILU: tl.constexpr, IS_TREE: tl.constexpr, OVERLAP: tl.constexpr,
+    GATE: tl.constexpr, GATES: tl.constexpr, GATE_BLOCK: tl.constexpr, CONSTANTS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program per ITEMS tokens and BLOCK channels, and with GATES some more per token and GATE_BLOCK gates.
 
@@ -61,11 +62,9 @@ def convolve_kernel(
 
     The sum is fp32, rounded to the dtype of the weights, and so is the activation after it: as torch does it.
     """
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     pid = tl.program_id(0)
     if GATES > 0 and pid >= conv_programs:
+        earlier_done(OVERLAP)
         blocks: tl.constexpr = (GATES + GATE_BLOCK - 1) // GATE_BLOCK
         item = ((pid - conv_programs) // blocks).to(tl.int64)
         e = (pid - conv_programs) % blocks * GATE_BLOCK + tl.arange(0, GATE_BLOCK)
@@ -74,22 +73,27 @@ def convolve_kernel(
     block = pid % BLOCKS
     first = (pid // BLOCKS).to(tl.int64) * ITEMS
     for part in tl.static_range(len(CHANNELS)):
-        # the blocks of a part come before those of the next one
-        here: tl.constexpr = (CHANNELS[part] + BLOCK - 1) // BLOCK
-        if (block >= 0) & (block < here):
-            c = block * BLOCK + tl.arange(0, BLOCK)
+        if (block >= STARTS[part]) & (block < STARTS[part + 1]):
+            c = (block - STARTS[part]) * BLOCK + tl.arange(0, BLOCK)
             convolve_block(
                 plan_row, plan, items, carry, x[part], weight, bias, y, first, c, OFFSETS[part] + c,
-                c < CHANNELS[part], T, TOTAL, BLOCK, ITEMS, WIDTH, TAPS, CARRY_ROWS, SILU, IS_TREE,
+                c < CHANNELS[part], T, TOTAL, BLOCK, ITEMS, WIDTH, TAPS, CARRY_ROWS, SILU, IS_TREE, OVERLAP,
             )  # fmt: skip
-        block -= here
+
+
+@triton.jit
+def earlier_done(OVERLAP: tl.constexpr):
+    """Wait for everything that was launched earlier; the next launch may start and wait as well."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
 def convolve_block(
     plan_row, plan, items, carry, x, weight, bias, y, first, c, all_c, mask,
     T: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, CARRY_ROWS: tl.constexpr, SILU: tl.constexpr, IS_TREE: tl.constexpr,
+    TAPS: tl.constexpr, CARRY_ROWS: tl.constexpr, SILU: tl.constexpr, IS_TREE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Channels `c` of a part, which are `all_c` of all of them, of ITEMS tokens from the step's `first` on."""
     j = tl.arange(0, TAPS)
@@ -98,6 +102,7 @@ def convolve_block(
     before = tl.zeros([BLOCK], tl.float32)
     if len(bias) > 0:
         before += tl.load(bias[0] + all_c * bias[1], mask=mask, other=0).to(tl.float32)
+    earlier_done(OVERLAP)  # no launch of a step writes weights
     for i in tl.static_range(ITEMS):
         # masks and no branches, so that the loads of all tokens are under way at once
         item = first + i
@@ -162,6 +167,7 @@ def constants(
         "CHANNELS": channels,
         "OFFSETS": tuple(accumulate(channels, initial=0))[:-1],
         "TOTAL": sum(channels),
+        "STARTS": tuple(accumulate((triton.cdiv(part, BLOCK) for part in channels), initial=0)),
         "BLOCKS": sum(triton.cdiv(part, BLOCK) for part in channels),
         "BLOCK": BLOCK,
         "ITEMS": items_each,

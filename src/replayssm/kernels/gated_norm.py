@@ -32,16 +32,20 @@ def gated_norm_kernel(
     | weight   | [GROUPS * SIZE]        | in     | contiguous; [SIZE] when SHARED; with NORM            |
     | out      | [B, T, GROUPS * SIZE]  | out    | contiguous                                           |
     """
-    if OVERLAP:
-        gdc_wait()
     blocks: tl.constexpr = (GROUPS + GP - 1) // GP
     item = (tl.program_id(0) // blocks).to(tl.int64)
     g = tl.program_id(0) % blocks * GP + tl.arange(0, GP)[:, None]
     s = tl.arange(0, SP)[None, :]
     mask = (g < GROUPS) & (s < SIZE)
     e = g * SIZE + s
-    value = tl.load(y + item * (GROUPS * SIZE) + e, mask=mask, other=0).to(tl.float32)
+    # z and the weights were there before the launch in front of this one began, y is what it computes
     raw = tl.load(z[0] + item // T * z[1] + item % T * z[2] + e, mask=mask, other=0).to(tl.float32)
+    scale = raw
+    if NORM:
+        scale = tl.load(weight + (s if SHARED else e), mask=mask, other=0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(y + item * (GROUPS * SIZE) + e, mask=mask, other=0).to(tl.float32)
     gate = 1.0 / (1.0 + tl.exp(-raw))
     if not SIGMOID:
         gate = raw * gate
@@ -49,7 +53,7 @@ def gated_norm_kernel(
         value *= gate
     if NORM:
         value *= tl.rsqrt(tl.sum(value * value, 1) / SIZE + EPS)[:, None]
-        value *= tl.load(weight + (s if SHARED else e), mask=mask, other=0).to(tl.float32)
+        value *= scale
     if not GATE_FIRST:
         value *= gate
     tl.store(out + item * (GROUPS * SIZE) + e, value.to(out.dtype.element_ty), mask=mask)

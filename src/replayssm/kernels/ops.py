@@ -333,7 +333,9 @@ class Kernels:
     def gated_norm(self, y: Tensor, z: Tensor, norm: Norm) -> Tensor:
         """As `Norm` itself."""
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        gated_norm_op(y, _dense(z), norm.weight, out, norm.size, norm.eps, norm.gate_first, norm.gate == "sigmoid")
+        gated_norm_op(
+            y.contiguous(), _dense(z), norm.weight, out, norm.size, norm.eps, norm.gate_first, norm.gate == "sigmoid"
+        )
         return out
 
     def fold_due(self, layer: int, plan: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import clamp, high_low
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, SLOT, TOKENS
@@ -27,6 +27,7 @@ def recurrent_kernel(
     """A program per row, head and BLOCK_P columns; arguments as of `verify_kernel` and `prepare_kernel`."""
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()  # a norm behind this launch has weights to load
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     pid = tl.program_id(0)
     b = (pid // (tiles * H)).to(tl.int64)

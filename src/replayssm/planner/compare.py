@@ -42,7 +42,7 @@ def step_differences(gpu: Gpu, report: Report) -> list[Difference]:
     """Every row of a complete step of a known model, as `replayssm bench step` writes them."""
     found, known = [], known_configs()
     for row in report.rows:
-        if row.view != "model" or row.what == "model neighbours" or row.geometry not in known:
+        if row.view != "model" or row.what in ("model neighbours", "model unfused") or row.geometry not in known:
             continue
         fields = fewer_layers(known[row.geometry], int(row.detail["layers"]))
         work = Workload(row.batch, int(row.detail["context"]), row.verify_len, row.accepted)

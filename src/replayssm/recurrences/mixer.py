@@ -11,7 +11,7 @@ Each recurrence's own `mixer.py` says it for its layers. A mixer is data plus sm
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -101,6 +101,7 @@ class Mixer:
             the same as `gate`.
         norm: module -> the module that `Weights.norm` stands for, None without one.
         out: module -> the projection behind the norm.
+        draw: (geometry, (B, T), dtype, generator) -> random (`Projected`, `Weights`), for tests and benchmarks.
         masks_inputs: whether a mask of padding tokens multiplies the hidden states in front of the projections and
             nothing else; where it does more, steps that have one run the layer's own forward.
         refusal: module -> why this description is not what the module does, or None; besides what holds for all.
@@ -112,6 +113,7 @@ class Mixer:
     gates: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...], Geometry], dict[str, Tensor]]
     norm: Callable[[Any], Any]
     out: Callable[[Any], Any]
+    draw: Callable[[Geometry, tuple[int, int], torch.dtype, torch.Generator], tuple[Projected, Weights]]
     masks_inputs: bool
     refusal: Callable[[Any], str | None] = lambda module: None
 
@@ -125,3 +127,44 @@ def split_heads(y: Tensor, **parts: tuple[int, int]) -> dict[str, Tensor]:
 def conv_weights(module: Any) -> tuple[Tensor, Tensor | None, str]:
     """Weight, bias and activation of a module's `conv1d`."""
     return module.conv1d.weight.squeeze(1), module.conv1d.bias, module.activation
+
+
+def drawn(
+    geometry: Geometry,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    conv: tuple[int, ...],
+    bias: bool,
+    gates: tuple[int, ...],
+    params: tuple[tuple[int, ...], ...],
+    constants: tuple[float, ...],
+    norm: Norm,
+) -> tuple[Projected, Weights]:
+    """What `Mixer.draw` returns, given the sizes: everything projected is a slice of one tensor, as in most layers.
+
+    Args:
+        geometry, shape, dtype, generator: as of `Mixer.draw`; tensors are on the generator's device.
+        conv, gates: sizes of the inputs of the convolution and of the gates.
+        bias: whether the convolution has one.
+        params, constants: shapes of the gates' parameters, and their constants.
+        norm: with any weight of the right shape.
+    """
+
+    def normal(*dims: int) -> Tensor:
+        return torch.randn(*dims, generator=generator, device=generator.device)
+
+    channels, width = sum(conv), geometry.heads * geometry.value_dim
+    parts = normal(*shape, channels + sum(gates) + width).to(dtype).split([*conv, *gates, width], 2)
+    if norm.weight is not None:
+        norm = replace(norm, weight=(1 + 0.1 * normal(*norm.weight.shape)).to(dtype))
+    weights = Weights(
+        conv=(normal(channels, geometry.conv_width) * geometry.conv_width**-0.5).to(dtype),
+        conv_bias=normal(channels).to(dtype) if bias else None,
+        activation="silu",
+        gates=tuple(normal(*dims) for dims in params),
+        constants=constants,
+        norm=norm,
+    )
+    return Projected(parts[: len(conv)], parts[len(conv) : -1], parts[-1]), weights

@@ -253,9 +253,8 @@ class Sequences:
 
     def mix(self, ordinal: int, mixer: Mixer, weights: Weights, projected: Projected) -> Tensor:
         """What the layer's output projection gets, [B, T, H * P], of the step's tokens, which go to the ring."""
-        # `verify` by name, because a benchmark puts another in its place
-        step, advance = self._running(), partial(self.verify, ordinal)
         with exactly(self.pool.device):
+            step, advance = self._running(), partial(self.verify, ordinal)
             return flow.mix(self.pool, ordinal, step, mixer, weights, projected, advance)
 
     def state_before(self, ordinal: int) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.gdn.spec import GatedDeltaNet
-from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights, conv_weights, split_heads
+from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights, conv_weights, drawn, split_heads
 
 
 def project(module: Any, hidden: Tensor) -> Projected:
@@ -58,4 +59,24 @@ def gates(
     return {"log_decay": log_decay, "beta": beta * constants[0]}
 
 
-MIXER = Mixer(project=project, weights=weights, inputs=inputs, gates=gates, norm=norm, out=out, masks_inputs=True)
+def draw(
+    geometry: Geometry, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Projected, Weights]:
+    heads, P = geometry.heads, geometry.value_dim
+    return drawn(
+        geometry,
+        shape,
+        dtype,
+        generator,
+        conv=(2 * geometry.key_heads * geometry.key_dim + heads * P,),
+        bias=False,
+        gates=(heads, heads),
+        params=((heads,), (heads,)),
+        constants=(1.0,),
+        norm=Norm(P, torch.empty(P), 1e-6, "silu", gate_first=False),
+    )
+
+
+MIXER = Mixer(
+    project=project, weights=weights, inputs=inputs, gates=gates, norm=norm, out=out, draw=draw, masks_inputs=True
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.kda.spec import KimiDeltaAttention
-from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights, conv_weights, split_heads
+from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights, conv_weights, drawn, split_heads
 
 
 def project(module: Any, hidden: Tensor) -> Projected:
@@ -64,6 +64,24 @@ def refusal(module: Any) -> str | None:
     return None if same else f"{type(decay).__name__} is not the decay gate that is known"
 
 
+def draw(
+    geometry: Geometry, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Projected, Weights]:
+    heads, N, P = geometry.heads, geometry.key_dim, geometry.value_dim
+    return drawn(
+        geometry,
+        shape,
+        dtype,
+        generator,
+        conv=(heads * N, heads * N, heads * P),
+        bias=False,
+        gates=(heads * N, heads),
+        params=((heads,), (heads * N,)),
+        constants=(0.0,),
+        norm=Norm(P, torch.empty(P), 1e-5, "sigmoid", gate_first=False),
+    )
+
+
 MIXER = Mixer(
     project=project,
     weights=weights,
@@ -71,6 +89,7 @@ MIXER = Mixer(
     gates=gates,
     norm=lambda module: module.o_norm,
     out=lambda module: module.o_proj,
+    draw=draw,
     masks_inputs=True,
     refusal=refusal,
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.mamba2.spec import Mamba2
-from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights, conv_weights, split_heads
+from replayssm.recurrences.mixer import Mixer, Norm, Projected, Weights, conv_weights, drawn, split_heads
 
 
 def project(module: Any, hidden: Tensor) -> Projected:
@@ -51,6 +52,26 @@ def gates(
     return {"dt": Mamba2.step_size(given[0], params[0])}
 
 
+def draw(
+    geometry: Geometry, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Projected, Weights]:
+    heads, width = geometry.heads, geometry.heads * geometry.value_dim
+    norm = Norm(width // geometry.key_heads, torch.empty(width), 1e-5, "silu", gate_first=True)
+    channels = width + 2 * geometry.key_heads * geometry.key_dim
+    return drawn(
+        geometry,
+        shape,
+        dtype,
+        generator,
+        conv=(channels,),
+        bias=True,
+        gates=(heads,),
+        params=((heads,),),
+        constants=(),
+        norm=norm,
+    )
+
+
 MIXER = Mixer(
     project=project,
     weights=weights,
@@ -58,5 +79,6 @@ MIXER = Mixer(
     gates=gates,
     norm=norm,
     out=lambda module: module.out_proj,
+    draw=draw,
     masks_inputs=False,
 )
