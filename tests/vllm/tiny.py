@@ -19,8 +19,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "
 SSM = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 8}
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 LINEAR = {
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
