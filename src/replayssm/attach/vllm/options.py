@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from functools import cache
-from importlib import metadata
 from typing import Any
 
 from replayssm.config import ReplayConfig
@@ -72,15 +70,11 @@ def require_supported(vllm_config: Any) -> None:
         raise ValueError(f"replayssm: {reason}")
 
 
-@cache
-def _distribution() -> str:
-    """vLLM is published under a name per device."""
-    return next(name for name in metadata.packages_distributions()["vllm"] if name.startswith("vllm"))
-
-
 def version_refusal() -> str | None:
     """Why the installed vLLM is none that the plug-in knows, or None."""
-    found = metadata.version(_distribution())
+    import vllm
+
+    found = vllm.__version__
     numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
     if VERSIONS_FROM <= numbers < VERSIONS_BELOW:
         return None
