@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from replayssm.attach.vllm.steps import EngineSteps
+from replayssm.attach.vllm.steps import EngineSteps, StepMemory
 from replayssm.flow.step import Step
-from replayssm.state.plan import COLUMNS
 from replayssm.state.pool import StatePool
-from replayssm.state.slots import PAD_SLOT
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,9 @@ class ReplayBuilder:
         self._steps: EngineSteps | None = None
         capture = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         rows = max(vllm_config.scheduler_config.max_num_seqs, capture)
-        verify_len = self._layers[0].replay_layout.config.verify_len
-        self._plan = torch.empty(rows, len(COLUMNS), dtype=torch.int64, device=device)
-        self._blocks, self._accepted = torch.zeros(2, rows, dtype=torch.int32, device=device).unbind()
+        self._memory = StepMemory.allocate(rows, device)
         self._starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self._width = verify_len
+        self._width = self._layers[0].replay_layout.config.verify_len
 
     # ---- called by vLLM
 
@@ -113,21 +109,23 @@ class ReplayBuilder:
         num_accepted_tokens: Tensor | None = None,
         **_: Any,
     ) -> ReplayMetadata:
-        m = common_attn_metadata
-        steps = self._opened()
-        lengths = m.query_start_loc_cpu.diff()
+        m, steps = common_attn_metadata, self._opened()
         blocks = m.block_table_tensor[:, 0]
-        slots = torch.where(blocks == NULL_BLOCK_ID, PAD_SLOT, blocks)
+        if self._width == 1 and m.max_query_len <= 1 and not self._prefilling(m):
+            # nothing but decoding: a padded row has no token, but a place in the graph's batch
+            return ReplayMetadata(steps.pool, self._single(steps, blocks), None)
+        lengths = m.query_start_loc_cpu.diff()
         prefilling = m.is_prefilling if m.is_prefilling is not None else torch.zeros(m.num_reqs, dtype=torch.bool)
+        first = prefilling & (m.seq_lens_cpu_upper_bound == lengths) & (lengths > 0)
+        if bool(first.any()):
+            steps.restart(blocks[first.nonzero().squeeze(1).to(blocks.device)])
         ring = self._ring_rows(lengths, prefilling)
-        if bool(prefilling.any()):
-            first = prefilling & (m.seq_lens_cpu_upper_bound == lengths) & (lengths > 0)
-            if bool(first.any()):
-                steps.restart(slots[first.nonzero().squeeze(1).to(slots.device)].long())
-        if num_accepted_tokens is not None:
-            steps.accept(slots, num_accepted_tokens)
-        decode = self._decode(m, steps, slots[:ring], blocks[:ring], lengths, prefilling[:ring], num_accepted_tokens)
-        return ReplayMetadata(steps.pool, decode, self._prompt(m, steps, slots, ring, num_accepted_tokens))
+        decode = None
+        if ring and self._width == 1:
+            decode = self._single(steps, blocks[:ring])
+        elif ring:
+            decode = self._several(m, steps, blocks[:ring], lengths[:ring], prefilling[:ring], num_accepted_tokens)
+        return ReplayMetadata(steps.pool, decode, self._prompt(m, steps, blocks, ring, num_accepted_tokens))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ReplayMetadata:
         """Graphs are captured with padding only: their blocks are all NULL_BLOCK_ID."""
@@ -142,7 +140,7 @@ class ReplayBuilder:
         """The group's steps. Its cache is bound to the layers after the builder was made."""
         pages = self._layers[0].kv_cache[0]
         if self._steps is None or self._steps.pool.layers[0].pages.data_ptr() != pages.data_ptr():
-            self._steps = EngineSteps(StatePool([layer.replay_state() for layer in self._layers]))
+            self._steps = EngineSteps(StatePool([layer.replay_state() for layer in self._layers]), NULL_BLOCK_ID)
         return self._steps
 
     def _ring_rows(self, lengths: Tensor, prefilling: Tensor) -> int:
@@ -157,61 +155,57 @@ class ReplayBuilder:
         here = (lengths <= 1) | (~prefilling & (lengths <= width))
         return len(lengths) if bool(here.all()) else int((~here).int().argmax())
 
-    def _decode(
+    def _single(self, steps: EngineSteps, blocks: Tensor) -> DecodeRows:
+        """Rows of one token each."""
+        memory = self._memory.rows(len(blocks))
+        return DecodeRows(steps.decode(memory, blocks), memory.blocks, len(blocks))
+
+    def _several(
         self,
         m: Any,
         steps: EngineSteps,
-        slots: Tensor,
         blocks: Tensor,
         lengths: Tensor,
         prefilling: Tensor,
         accepted: Tensor | None,
-    ) -> DecodeRows | None:
-        rows = len(slots)
-        if rows == 0:
-            return None
-        lengths = lengths[:rows]
-        self._blocks[:rows].copy_(blocks)
-        blocks = self._blocks[:rows]
-        if self._width == 1:
-            # a padded row has no token of its own, but a place in the graph's batch
-            step = steps.decode(slots, 1, 1, certain=True)
-            return DecodeRows(self._kept(step), blocks, rows)
+    ) -> DecodeRows:
+        """Rows that may have drafts."""
+        rows = len(blocks)
+        memory, starts = self._memory.rows(rows), self._starts[: rows + 1]
+        starts.copy_(m.query_start_loc[: rows + 1])
         width = self._width if int(lengths.max()) > 1 else 1
-        uniform = bool(((lengths == width) | (lengths == 0)).all())
-        starts = m.query_start_loc[: rows + 1]
-        self._starts[: rows + 1].copy_(starts)
-        self._accepted[:rows].copy_(self._accepted_of(steps, slots, accepted))
-        step = steps.decode(slots, starts.diff(), width, certain=prefilling.to(slots.device))
+        step = steps.decode(
+            memory,
+            blocks,
+            width,
+            starts=starts,
+            accepted=None if accepted is None else accepted[:rows],
+            certain=prefilling.to(blocks.device),
+        )
         gather, tokens = None, rows * width
-        if not uniform:
+        if not bool(((lengths == width) | (lengths == 0)).all()):
             tokens = int(lengths.sum())
-            at = starts[:-1].long().unsqueeze(1) + torch.arange(width, device=slots.device)
+            at = starts[:-1].long().unsqueeze(1) + torch.arange(width, device=blocks.device)
             gather = at.clamp(max=tokens - 1)
-        return DecodeRows(self._kept(step), blocks, tokens, self._starts[: rows + 1], self._accepted[:rows], gather)
-
-    @staticmethod
-    def _accepted_of(steps: EngineSteps, slots: Tensor, accepted: Tensor | None) -> Tensor:
-        return steps.kept(slots, torch.ones_like(slots) if accepted is None else accepted[: len(slots)])
-
-    def _kept(self, step: Step) -> Step:
-        plan = self._plan[: len(step.plan)]
-        plan.copy_(step.plan)
-        return replace(step, plan=plan)
+        return DecodeRows(step, memory.blocks, tokens, starts, memory.kept, gather)
 
     def _prompt(
-        self, m: Any, steps: EngineSteps, slots: Tensor, ring: int, accepted: Tensor | None
+        self, m: Any, steps: EngineSteps, blocks: Tensor, ring: int, accepted: Tensor | None
     ) -> PromptRows | None:
         rows = m.num_reqs - ring
         if rows == 0:
             return None
-        part, slots = _rows_from(m, ring), slots[ring:].long()
+        part, blocks = _rows_from(m, ring), blocks[ring:].long()
         accepted = None if accepted is None else accepted[ring:]
-        kept = None if self._width == 1 else self._accepted_of(steps, slots, accepted)
-        step = steps.prompt(slots, part.query_start_loc.diff(), int(part.query_start_loc_cpu.diff().max()))
-        scratch = torch.arange(1, rows + 1, dtype=torch.int32, device=slots.device).unsqueeze(1)
+        width = int(part.query_start_loc_cpu.diff().max())
+        step, kept = steps.prompt(blocks, part.query_start_loc.diff(), width, accepted)
+        scratch = torch.arange(1, rows + 1, dtype=torch.int32, device=blocks.device).unsqueeze(1)
         part = part.replace(block_table_tensor=scratch.expand(-1, m.block_table_tensor.shape[1]))
-        return PromptRows(step, slots, kept, super().build(0, part))  # type: ignore[misc]
+        return PromptRows(step, blocks, kept if self._width > 1 else None, super().build(0, part))  # type: ignore[misc]
+
+    @staticmethod
+    def _prefilling(m: Any) -> bool:
+        return m.is_prefilling is not None and bool(m.is_prefilling.any())
 
 
 def _rows_from(m: Any, first: int) -> Any:
