@@ -25,7 +25,7 @@ def conv(layer: Any) -> tuple[Tensor, Tensor | None, str]:
 def inputs(layer: Any, geometry: Geometry, convolved: Tensor, gates: tuple[Tensor, ...]) -> dict[str, Tensor]:
     keys = geometry.key_heads * geometry.key_dim
     q, k, v = convolved.split([keys, keys, geometry.heads * geometry.value_dim], dim=-1)
-    log_decay, beta = GatedDeltaNet.gates(*gates, layer.A_log, layer.dt_bias)
+    log_decay, beta = activated(*gates, layer.A_log, layer.dt_bias)
     return {
         "q": q.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
         "k": k.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
@@ -33,6 +33,14 @@ def inputs(layer: Any, geometry: Geometry, convolved: Tensor, gates: tuple[Tenso
         "log_decay": log_decay,
         "beta": beta,
     }
+
+
+def activated(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    if a.device.type == "cpu":
+        return GatedDeltaNet.gates(a, b, A_log, dt_bias)
+    from replayssm.recurrences.gdn import gates_triton
+
+    return gates_triton.gates(a, b, A_log, dt_bias)
 
 
 def state(states: Tensor) -> Tensor:

@@ -30,8 +30,16 @@ def inputs(layer: Any, geometry: Geometry, convolved: Tensor, gates: tuple[Tenso
         "x": x.unflatten(-1, (geometry.heads, geometry.value_dim)),
         "B": B.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
         "C": C.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
-        "dt": Mamba2.step_size(gates[0], layer.dt_bias),
+        "dt": step_size(gates[0], layer.dt_bias),
     }
+
+
+def step_size(raw: Tensor, bias: Tensor) -> Tensor:
+    if raw.device.type == "cpu":
+        return Mamba2.step_size(raw, bias)
+    from replayssm.recurrences.mamba2 import gates_triton
+
+    return gates_triton.step_size(raw, bias)
 
 
 def params(layer: Any) -> dict[str, Tensor]:
