@@ -138,6 +138,45 @@ def step(
     raise typer.Exit(1 if report.refusals else 0)
 
 
+@app.command()
+def vllm(
+    model: Annotated[str, typer.Argument(help="A known model, a config.json of transformers, or a folder with one.")],
+    layers: Annotated[
+        int | None, typer.Option(help="Its first layers only, where all do not fit.", show_default="all")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", "-b", help="Rows; may be repeated.", show_default="1, 32, 128, 256")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1024,
+    precision: Annotated[str, typer.Option(help='"checkpoint" or "checkpoint+read copy".')] = "fp32",
+    window: Annotated[int, typer.Option(help="Window in force.")] = 16,
+    draft_len: Annotated[int, typer.Option("--draft-len", help="Tokens that n-gram speculation guesses.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps to time.")] = 96,
+    options: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, for both sides, as JSON.")] = "{}",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Time decode steps of vLLM with and without the plug-in: the same settings, random bf16 weights, offline."""
+    import json
+    from importlib.util import find_spec
+
+    from replayssm.bench.engine import EngineRequest, print_table, run
+
+    if find_spec("vllm") is None:
+        _fail("bench vllm needs vLLM, which is not installed; install replayssm[vllm]")
+    try:
+        further = json.loads(options)
+        request = EngineRequest(
+            model, layers, tuple(batch or (1, 32, 128, 256)), context, precision, window, draft_len, steps, further
+        )
+        report = run(request, json_out)
+    except ValueError as error:
+        _fail(str(error))
+    print_table(report)
+    raise typer.Exit(1 if report.refusals else 0)
+
+
 def _fail(message: str) -> None:
     typer.echo(f"Error: {message}", err=True)
     raise typer.Exit(USAGE_STATUS)

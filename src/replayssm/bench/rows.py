@@ -24,14 +24,15 @@ class Row:
 
     Args:
         what: "ordinary", "snapshot", "replay", "alternated", "steps" or "read floor"; of whole models "model replay",
-            "model unfused", "model ordinary", "model snapshot" and "model neighbours".
+            "model unfused", "model ordinary", "model snapshot" and "model neighbours", of vLLM "engine ordinary" and
+            "engine replay".
         name: the kernel: a peer, or a variant of ours.
         version: package and version it comes from.
         geometry, batch, format, window, verify_len, accepted: the case; window is None for kernels without one.
         view: "step", "cycle" (mean over all phases, all rows at one phase), "staggered" (rows at all phases),
             "flush" (all rows flush), "tree" (as "step", two drafts behind each token), "path" (the ring rows of one of
             its branches move together) or "live" (whole steps); "model" is the complete step of a
-            model.
+            model, "engine" one of vLLM.
         config: launch configuration, the best of those swept.
         us: microseconds per layer and launch, the median; of a model, those of a step, the mean over flushes.
         low_us, high_us: fastest and slowest sample.

@@ -15,6 +15,7 @@ from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
 from replayssm.kernels.compact import launch_compact
 from replayssm.kernels.convolve import launch_convolve
+from replayssm.kernels.engine import launch_engine_step
 from replayssm.kernels.gated_norm import launch_gated_norm
 from replayssm.kernels.launch import launch_verify, workspace
 from replayssm.kernels.tuned import choose, explain, heuristic
@@ -266,6 +267,38 @@ class Kernels:
         """Move the pending ring rows of `path` [B, D] to the first pending rows, in all layers."""
         for layer, number in enumerate(self._pool.layout_numbers):
             compact_op(slots, path, self._counters, self._layer(layer)[0], number)
+
+    def engine_step(
+        self,
+        plan: Tensor,
+        blocks: Tensor,
+        kept: Tensor,
+        noted: Tensor,
+        null: int,
+        table: Tensor,
+        width: int,
+        starts: Tensor | None,
+        accepted: Tensor | None,
+        certain: Tensor | None,
+    ) -> None:
+        """As `attach.vllm.steps.EngineSteps.decode`. It runs outside of graphs, and so is no operator of torch."""
+        pool = self._pool
+        launch_engine_step(
+            plan,
+            blocks,
+            kept,
+            table,
+            starts,
+            accepted,
+            certain,
+            noted,
+            pool.cursor,
+            width,
+            window_in_force(sorted(set(pool.layout_numbers)), len(table), width),
+            pool.config.window,
+            pool.ring_rows,
+            null,
+        )
 
     def verify(
         self, layer: int, plan: Tensor, width: int, inputs: Mapping[str, Tensor], out: Tensor | None, is_tree: bool

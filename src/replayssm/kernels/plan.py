@@ -218,7 +218,7 @@ def launch_plan(
         WINDOWS_EACH=isinstance(window, Tensor),
         FORCED_EACH=isinstance(forced, Tensor),
         TREES_EACH=tree is not None,
-        BLOCK=_block(batch),
+        BLOCK=block_of(batch),
         num_warps=4,
     )
 
@@ -240,7 +240,7 @@ def launch_settle(plan: Tensor, cursor: Cursor, tally: Tensor, full_window: int,
         len(plan),
         full_window,
         KIND=kind,
-        BLOCK=_block(len(plan)),
+        BLOCK=block_of(len(plan)),
         num_warps=4,
     )
 
@@ -250,7 +250,7 @@ def launch_commit(slots: Tensor, accepted: int | Tensor, cursor: Cursor) -> None
     batch = len(slots)
     if not batch:
         return
-    block = _block(batch)
+    block = block_of(batch)
     commit_kernel[(triton.cdiv(batch, block),)](
         (slots, slots.stride(0)),
         _value(accepted),
@@ -268,6 +268,6 @@ def _value(value: int | Tensor) -> tuple[int | Tensor, int]:
     return (value, value.stride(0)) if isinstance(value, Tensor) else (int(value), 0)
 
 
-def _block(batch: int) -> int:
+def block_of(batch: int) -> int:
     """Rows of a block: few different ones, so that few kernels are compiled."""
     return min(MAX_BLOCK, max(32, triton.next_power_of_2(batch)))

@@ -69,7 +69,7 @@ def parents_of(code: Tensor, tokens: int) -> Tensor:
     return place - 1 - ((code.unsqueeze(1) >> 4 * place) & 15)
 
 
-def first_window(turn: int, window: int, verify_len: int) -> int:
+def first_window(turn: IntOrTensor, window: int, verify_len: int) -> IntOrTensor:
     """Window in force until the first flush of the slot acquired `turn`-th: verify_len..window, round robin.
 
     Batches that start together would otherwise flush together, which doubles the slowest step.

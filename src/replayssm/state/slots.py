@@ -49,6 +49,11 @@ class SlotTable:
         self.turns += 1
         return slot
 
+    def take_all(self) -> None:
+        """Every slot is in use from now on: an engine, which has a table of its own, decides by whom."""
+        self._free.clear()
+        self._live.update(range(self.slots))
+
     def release(self, slot: int) -> None:
         """Give a slot back."""
         self._in_pool(slot)

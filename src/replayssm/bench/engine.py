@@ -1,0 +1,278 @@
+"""Decode steps of vLLM with and without the plug-in: two processes with the same settings, one after the other.
+
+The model has random weights, which a loader of ours fills in before vLLM measures memory: constant ones would compute
+nothing but zeros. A step is timed once every request of the batch is past its prompt, and none ends while it is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from replayssm import ReplayConfig
+from replayssm.bench.rows import Conditions, Refusal, Report, Row
+from replayssm.bench.show import headline
+from replayssm.bench.steps import fewer_layers
+from replayssm.planner.model import config_of, read_fields
+
+LOAD_FORMAT = "replayssm_random"
+WARM_UP = 24
+SIDES = ("ordinary", "replay")
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """The options.
+
+    Args:
+        model: an id, a config.json, or a folder that holds one.
+        layers: its first layers only; None for all.
+        batches: rows of a step, every one measured in the same engine.
+        context: tokens of each prompt.
+        precision, window: how replay keeps the state; without it states are kept in the checkpoint's format.
+        draft_len: tokens that n-gram speculation guesses, 0 for none.
+        steps: steps to time.
+        options: further arguments of `vllm.LLM`, for both sides.
+    """
+
+    model: str
+    layers: int | None = None
+    batches: Sequence[int] = (1, 32, 128, 256)
+    context: int = 1024
+    precision: str = "fp32"
+    window: int = 16
+    draft_len: int = 0
+    steps: int = 96
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1 or self.context < 1 or self.steps < 1:
+            raise ValueError("batches, context and steps must be at least 1")
+        ReplayConfig.of(self.precision, window=self.window, verify_len=1 + self.draft_len)
+
+
+def run(request: EngineRequest, json_out: Path | None, commit: str | None = None) -> Report:
+    """Measure both sides, each in a process of its own.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    given, fields = Path(request.model), read_fields(request.model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = Report(Conditions.collect(device, commit), json_out)
+    name = given.name if given.exists() else request.model
+    ordinary: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if given.is_dir() and request.layers is None:
+            folder = str(given)
+        else:
+            save_config(fewer_layers(fields, request.layers), Path(folder))
+        for side in SIDES:
+            command = [sys.executable, "-m", "replayssm.bench.engine", folder, side, json.dumps(asdict(request))]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=_environment())
+            found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"batch"')]
+            for one in found:
+                report.add(_row(name, request, side, one, ordinary))
+            if done.returncode or len(found) < len(request.batches):
+                reason = f"the engine's process ended with status {done.returncode} after {len(found)} batches"
+                report.refuse(Refusal(f"engine {side}", side, name, {}, reason))
+    return report
+
+
+def save_config(fields: Mapping[str, Any], folder: Path) -> None:
+    """config.json as vLLM reads it: with the name of the class that transformers builds from it."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(fields)
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+
+
+def _environment() -> dict[str, str]:
+    # the engine in the process itself: its steps are called one by one
+    return os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _row(model: str, request: EngineRequest, side: str, found: Mapping[str, Any], ordinary: dict[int, float]) -> Row:
+    batch, us = found["batch"], found["us"]
+    if side == "ordinary":
+        ordinary[batch] = us
+    row = Row(
+        what=f"engine {side}",
+        name="vLLM" if side == "ordinary" else "vLLM with replay",
+        version=found["version"],
+        geometry=model,
+        batch=batch,
+        format=request.precision if side == "replay" else request.precision.partition("+")[0],
+        view="engine",
+        us=us,
+        low_us=found["low_us"],
+        high_us=found["high_us"],
+        window=request.window if side == "replay" else None,
+        verify_len=1 + request.draft_len,
+        detail={name: found[name] for name in ("context", "tok_s", "p99_over_p50", "blocks", "tokens")},
+    )
+    return row if side == "ordinary" else replace(row, ordinary_us=ordinary.get(batch))
+
+
+def print_table(report: Report) -> None:
+    """All rows of a report that are steps of an engine."""
+    console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    console.print(headline(report.conditions), style="dim")
+    table = Table()
+    for heading in ("model", "batch", "context", "precision", "engine", "ms", "p99/p50", "tok/s", "x ordinary"):
+        table.add_column(heading)
+    for row in (row for row in report.rows if row.view == "engine"):
+        table.add_row(
+            row.geometry,
+            str(row.batch),
+            f"{row.detail['context']:.0f}",
+            row.format + ("" if row.window is None else f" W={row.window}"),
+            f"{row.name} {row.version}",
+            f"{row.us / 1e3:.3f}",
+            f"{row.detail['p99_over_p50']:.3f}",
+            f"{row.detail['tok_s']:,.0f}",
+            "" if row.over_ordinary is None else f"{row.over_ordinary:.2f}",
+        )
+    console.print(table)
+    for refusal in report.refusals:
+        console.print(f"refused: {refusal.case}: {refusal.name}: {refusal.reason}", style="yellow")
+
+
+# ---- in the engine's process
+
+
+def measure(folder: str, side: str, request: EngineRequest) -> None:
+    """Print one JSON line per batch."""
+    import vllm
+    from vllm import LLM
+
+    register_random_weights()
+    register_text_model(Path(folder))
+    state = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(request.precision.partition("+")[0])
+    options: dict[str, Any] = {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "load_format": LOAD_FORMAT,
+        "dtype": "bfloat16",
+        "mamba_ssm_cache_dtype": state or "float32",
+        "enable_prefix_caching": False,
+        "max_num_seqs": max(request.batches),
+        "max_model_len": request.context + (WARM_UP + request.steps + 64) * (1 + request.draft_len),
+        "compilation_config": {"cudagraph_capture_sizes": sorted({*request.batches})},
+    }
+    if request.draft_len:
+        sizes = sorted({batch * (1 + request.draft_len) for batch in request.batches} | {*request.batches})
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": request.draft_len,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 1,
+        }
+    if side == "replay":
+        precision = {"precision": request.precision, "window": request.window}
+        options["additional_config"] = {"replayssm": precision}
+    engine = LLM(**options | dict(request.options or {})).llm_engine
+    vocabulary = engine.vllm_config.model_config.get_vocab_size()
+    blocks = engine.vllm_config.cache_config.num_gpu_blocks or 0
+    for batch in sorted(request.batches):
+        found = _steps(engine, request, batch, vocabulary)
+        print(json.dumps({"batch": batch, "version": vllm.__version__, "blocks": blocks} | found), flush=True)
+
+
+def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> dict[str, float]:
+    from vllm import SamplingParams
+
+    generator = torch.Generator().manual_seed(batch)
+    names = [f"{batch}-{row}" for row in range(batch)]
+    params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True, detokenize=False)
+    for name in names:
+        tokens = torch.randint(vocabulary, (request.context,), generator=generator).tolist()
+        engine.add_request(name, {"prompt_token_ids": tokens}, params)
+    lengths: dict[str, int] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+
+    while len(lengths) < batch:
+        step()
+    for _ in range(WARM_UP):
+        step()
+    before, times = sum(lengths.values()), []
+    for _ in range(request.steps):
+        begin = time.perf_counter()
+        step()
+        times.append(1e6 * (time.perf_counter() - begin))
+    tokens = sum(lengths.values()) - before
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    ordered, total = sorted(times), sum(times)
+    return {
+        "us": total / len(times),
+        "low_us": ordered[0],
+        "high_us": ordered[-1],
+        "p99_over_p50": ordered[int(0.99 * (len(times) - 1))] / ordered[len(times) // 2],
+        "tok_s": 1e6 * tokens / total,
+        "tokens": tokens,
+        "context": request.context,
+    }
+
+
+def register_text_model(folder: Path) -> None:
+    """Let vLLM know the architecture of a text model that it has, but under another name."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in json.loads((folder / "config.json").read_text())["architectures"]:
+        if name.startswith("Qwen3_5") and name not in ModelRegistry.get_supported_archs():
+            from replayssm.bench.engine_models import TEXT_MODELS
+
+            ModelRegistry.register_model(name, TEXT_MODELS[name])
+
+
+def register_random_weights() -> None:
+    """A load format of vLLM whose weights are random numbers of a trained model's size, the same every time."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class RandomLoader(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            for number, (name, parameter) in enumerate(model.named_parameters()):
+                fill(name, parameter.data, torch.Generator(parameter.device).manual_seed(number))
+
+    register_model_loader(LOAD_FORMAT)(RandomLoader)
+
+
+def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Random numbers for one parameter of a model, by its name."""
+    last = name.rsplit(".", 1)[-1]
+    if last == "A":  # as the engine keeps it, -exp(A_log)
+        weight.uniform_(1, 16, generator=generator).neg_()
+    elif last == "A_log":
+        weight.uniform_(1, 16, generator=generator).log_()
+    elif last == "dt_bias":
+        weight.uniform_(-4.6, -2.3, generator=generator)
+    elif weight.dim() >= 2:
+        weight.normal_(0, 0.5 if "conv1d" in name else 0.02, generator=generator)
+    elif last == "bias":
+        weight.zero_()
+    else:
+        weight.fill_(1)
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1], sys.argv[2], EngineRequest(**json.loads(sys.argv[3])))

@@ -1,0 +1,184 @@
+"""A step of slots that an engine owns, opened in one launch: commit what is pending, plan, and settle.
+
+`attach.vllm.steps.EngineSteps` says what it means, in the verbs of the flow; the tests hold this kernel to it number by
+number. An engine has a cursor per group of layers, and every launch counts at small batches.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.kernels.plan import (
+    DUE,
+    DUE_COUNT,
+    EMPTY,
+    FOLD_START,
+    FOLDED,
+    HISTORY,
+    ORDER,
+    POSITION,
+    SLOT,
+    START,
+    TOKENS,
+    TREE,
+    block_of,
+)
+from replayssm.state.cursor import Cursor
+
+
+@triton.jit
+def engine_rows(
+    rows, mask, table, starts, accepted, noted, start, length, position, pending, window, width, in_force, null,
+    RAGGED: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Where the rows are once what was pending is committed, and whether this step is due."""
+    number = tl.load(table[0] + rows * table[1], mask=mask, other=null).to(tl.int64)
+    slot = tl.where(number == null, -1, number)
+    live = slot >= 0
+    if RAGGED:
+        counts = (tl.load(starts + rows + 1, mask=mask, other=0) - tl.load(starts + rows, mask=mask, other=0)).to(
+            tl.int64
+        )
+        counts = tl.where(live, tl.minimum(tl.maximum(counts, 0), width), 0)
+    else:
+        counts = live.to(tl.int64)
+    kept = tl.zeros(rows.shape, tl.int64) + 1
+    committed = tl.load(length + slot, mask=live, other=0)
+    at = tl.load(position + slot, mask=live, other=0)
+    if DRAFTS:
+        kept = tl.load(accepted + rows, mask=mask, other=1).to(tl.int64)
+        real = tl.minimum(tl.maximum(kept, 0), tl.load(pending + slot, mask=live, other=0))
+        committed += real
+        at += real
+    known = tl.load(noted + slot, mask=live, other=0)
+    kept = tl.maximum(tl.where(known > 0, known, kept), 1)
+    first = tl.load(start + slot, mask=live, other=0)
+    limit = tl.minimum(tl.load(window + slot, mask=live, other=0), in_force)
+    return number, slot, counts, kept, first, committed, at, live & (committed + counts > limit)
+
+
+@triton.jit
+def engine_kernel(
+    plan, plan_row, blocks, kept_out, table, starts, accepted, certain, noted,
+    start, length, position, pending, tree, window, batch, width, in_force, full_window, ring_rows, null,
+    RAGGED: tl.constexpr, DRAFTS: tl.constexpr, CERTAIN_EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program. B = `batch` rows.
+
+    | argument | shape | in/out | meaning |
+    |----------|-------|--------|---------|
+    | plan | [B, columns] int64 | out | `state.plan.COLUMNS`; rows lie `plan_row` apart |
+    | blocks, kept_out | [B] int32 | out | the rows' blocks; tokens of its last step that each row kept |
+    | table | [B] int32 or int64 | in | (pointer, stride): the rows' blocks, `null` on padded rows |
+    | starts | [B + 1] int32 | in | where each row's tokens begin; RAGGED only, else every row has one |
+    | accepted | [B] int32 | in | tokens of its last step that each row kept; DRAFTS only |
+    | certain | [B] bool | in | rows whose tokens all stay; CERTAIN_EACH only, else all do |
+    | noted | [slots] int64 | in/out | tokens of a slot's last step if all were certain, else 0 |
+    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor |
+    """
+    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    due_rows = tl.zeros([], tl.int32)
+    for block in range(0, batch, BLOCK):
+        rows = block + offsets
+        mask = rows < batch
+        _, _, _, _, _, committed, _, due = engine_rows(
+            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, width, in_force,
+            null, RAGGED, DRAFTS,
+        )  # fmt: skip
+        due_rows += tl.sum((due & (committed > 0)).to(tl.int32), 0)
+
+    folds_before = tl.zeros([], tl.int32)
+    for block in range(0, batch, BLOCK):
+        rows = block + offsets
+        mask = rows < batch
+        # a slot is in one row only, so what this block writes is read by no other
+        number, slot, counts, kept, first, committed, at, due = engine_rows(
+            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, width, in_force,
+            null, RAGGED, DRAFTS,
+        )  # fmt: skip
+        live = slot >= 0
+        folded = tl.where(due, committed, 0)
+        history = committed - folded
+        new_start = (first + folded) % ring_rows
+        tl.store(blocks + rows, number.to(tl.int32), mask=mask)
+        tl.store(kept_out + rows, kept.to(tl.int32), mask=mask)
+        out = plan + rows * plan_row
+        tl.store(out + SLOT, slot, mask=mask)
+        tl.store(out + TOKENS, counts, mask=mask)
+        tl.store(out + FOLDED, folded, mask=mask)
+        tl.store(out + FOLD_START, first, mask=mask)
+        tl.store(out + HISTORY, history, mask=mask)
+        tl.store(out + EMPTY, (at == committed).to(tl.int64), mask=mask)
+        tl.store(out + DUE_COUNT, tl.zeros([BLOCK], tl.int64) + due_rows, mask=mask)
+        tl.store(out + START, new_start, mask=mask)
+        tl.store(out + POSITION, at, mask=mask)
+        tl.store(out + DUE, due.to(tl.int64), mask=mask)
+        tl.store(out + TREE, tl.zeros([BLOCK], tl.int64), mask=mask)
+        folds = (folded > 0).to(tl.int32)
+        rank = folds_before + tl.cumsum(folds, 0) - folds
+        place = tl.where(folds > 0, rank, due_rows + (rows.to(tl.int32) - rank))
+        tl.store(plan + place.to(tl.int64) * plan_row + ORDER, rows, mask=mask)
+        folds_before += tl.sum(folds, 0)
+
+        real = counts
+        if CERTAIN_EACH:
+            real = tl.where(tl.load(certain + rows, mask=mask, other=0) != 0, counts, 0)
+        tl.store(start + slot, new_start, mask=live)
+        tl.store(length + slot, history + real, mask=live)
+        tl.store(position + slot, at + real, mask=live)
+        tl.store(pending + slot, counts - real, mask=live)
+        tl.store(tree + slot, tl.zeros([BLOCK], tl.int64), mask=live)
+        tl.store(window + slot, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
+        tl.store(noted + slot, real, mask=live)
+
+
+def launch_engine_step(
+    plan: Tensor,
+    blocks: Tensor,
+    kept: Tensor,
+    table: Tensor,
+    starts: Tensor | None,
+    accepted: Tensor | None,
+    certain: Tensor | None,
+    noted: Tensor,
+    cursor: Cursor,
+    width: int,
+    in_force: int,
+    full_window: int,
+    ring_rows: int,
+    null: int,
+) -> None:
+    """Open a step of B rows; see `engine_kernel`."""
+    batch = len(table)
+    if not batch:
+        return
+    engine_kernel[(1,)](
+        plan,
+        plan.stride(0),
+        blocks,
+        kept,
+        (table, table.stride(0)),
+        table if starts is None else starts,
+        table if accepted is None else accepted,
+        table if certain is None else certain,
+        noted,
+        cursor.start,
+        cursor.length,
+        cursor.position,
+        cursor.pending,
+        cursor.tree,
+        cursor.window,
+        batch,
+        width,
+        in_force,
+        full_window,
+        ring_rows,
+        null,
+        RAGGED=starts is not None,
+        DRAFTS=accepted is not None,
+        CERTAIN_EACH=certain is not None,
+        BLOCK=block_of(batch),
+        num_warps=4,
+    )

@@ -1,0 +1,58 @@
+"""Runs of `drive.py` from a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PROMPT_LENGTHS = (1, 2, 7, 19, 40, 3)
+
+
+def prompts(lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 96, (n,), generator=generator).tolist() for n in lengths]
+
+
+def spec(model: Path, replay: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """One run: 40 tokens after each of the prompts, with the plug-in's options or without it."""
+    own = {name: options.pop(name) for name in ("prompts", "tokens", "logprobs", "fault", "times") if name in options}
+    arguments = {"model": str(model), "dtype": "float32"} | options
+    if replay is not None:
+        arguments["additional_config"] = {"replayssm": dict(replay)}
+    return {"options": arguments, "prompts": prompts(), "tokens": 40} | own
+
+
+def drive(*runs: dict[str, Any], environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What the engines of these runs say, each {"tokens", ...} or {"error"}."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"runs": runs}, file)
+        file.flush()
+        path = os.pathsep.join(
+            [
+                str(ROOT / "src"),
+                *([] if torch.cuda.is_available() else [str(HERE / "stubs")]),
+                os.environ.get("PYTHONPATH", ""),
+            ]
+        )
+        done = subprocess.run(
+            [sys.executable, str(HERE / "drive.py"), file.name],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            timeout=900,
+        )
+    mark = "RESULT "
+    found = [json.loads(line[len(mark) :]) for line in done.stdout.splitlines() if line.startswith(mark)]
+    assert len(found) == len(runs), done.stdout[-2000:] + done.stderr[-6000:]
+    return found

@@ -1,0 +1,3 @@
+"""Names that image processors import."""
+
+ImageReadMode = decode_image = None

@@ -1,0 +1,3 @@
+"""Names that image processors import."""
+
+pil_to_tensor = None

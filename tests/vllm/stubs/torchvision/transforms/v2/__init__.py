@@ -1,0 +1,3 @@
+"""Nothing."""
+
+from torchvision.transforms.v2 import functional
