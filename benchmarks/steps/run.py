@@ -69,6 +69,9 @@ TAKING = (
 
 SUPER, QWEN, KIMI = "nemotron3-super-120b", "qwen3.5-122b-a10b", "kimi-linear-48b-a3b"
 
+READ_WINDOW = 32
+"""Window beside a read copy: a fold costs ten steps that read it."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -224,6 +227,7 @@ def main() -> int:
             device=device.type,
             json_out=options.out / f"steps-{name}.json",
             commit=options.commit,
+            read_window=READ_WINDOW,
         )
         recurrence = sizes_of(name, config_of(read_fields(request.model))).recurrent[0][0].name
         report = run(request, partial(peers_of, recurrence, session))

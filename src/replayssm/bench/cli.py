@@ -100,6 +100,9 @@ def step(
         typer.Option("--format", help='"checkpoint" or "checkpoint+read copy"; repeatable.', show_default="fp32"),
     ] = None,
     window: Annotated[int, typer.Option(help="Window in force.")] = 16,
+    read_window: Annotated[
+        int | None, typer.Option(help="The same of precisions with a read copy.", show_default="as --window")
+    ] = None,
     verify_len: Annotated[int, typer.Option("--verify-len", help="Tokens per step: 1 + drafts.")] = 1,
     accepted: Annotated[
         int | None, typer.Option(help="Tokens of each step that stay.", show_default="all but one")
@@ -131,6 +134,7 @@ def step(
                 steps=steps,
                 device=device,
                 json_out=json_out,
+                read_window=read_window,
             )
         )
     except ValueError as error:

@@ -38,6 +38,7 @@ class Request:
         layers: its first layers only; None for all.
         batches, contexts, formats: every combination is measured, large batches first.
         window, verify_len, accepted: as in `StepCase`.
+        read_window: window of formats with a read copy, whose folds cost more; `window` where it is None.
         steps: steps to time.
         device: "cuda", or "cpu" for a dry run.
         json_out: where rows go, or None.
@@ -56,12 +57,13 @@ class Request:
     device: str
     json_out: Path | None
     commit: str | None = None
+    read_window: int | None = None
 
     def cases(self) -> list[StepCase]:
         """What is measured; ValueError where that makes no sense."""
         name = Path(self.model).name if Path(self.model).exists() else self.model
         found = [
-            StepCase(name, batch, context, form, self.window, self.verify_len, self.accepted)
+            StepCase(name, batch, context, form, self._window(form), self.verify_len, self.accepted)
             for context in self.contexts
             for batch in sorted(self.batches, reverse=True)
             for form in self.formats
@@ -69,6 +71,9 @@ class Request:
         for case in found:
             case.config()
         return found
+
+    def _window(self, form: str) -> int:
+        return self.read_window if self.read_window is not None and "+" in form else self.window
 
 
 def run(request: Request, others: Others = lambda case: ()) -> Report:
