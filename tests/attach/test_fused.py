@@ -60,6 +60,21 @@ def test_several_tokens_and_one_equal_the_models_own_forward(family: str) -> Non
     assert_close(found[True], found[False], CLOSE)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear"])
+def test_autocast_reaches_the_projections_only(family: str) -> None:
+    model, found = build(family), {}
+    for fuse in (True, False):
+        attach(model, ReplayConfig(window=4), fused=fuse)
+        held = new_cache(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            forward(model, prompt(6), held)
+            parts = [forward(model, prompt(1, seed=i), held, 6 + i) for i in range(6)]
+        found[fuse] = torch.cat(parts, 1).float().log_softmax(-1)
+        detach(model)
+    difference = (found[True] - found[False]).abs()
+    assert difference.mean() <= 2e-2 and not difference.isnan().any()
+
+
 def test_what_the_mixer_does_not_describe_runs_the_models_own_forward(caplog: pytest.LogCaptureFixture) -> None:
     model = build("qwen3_5")
     find_layers(model)[1].mixer.norm.register_forward_hook(lambda *_: None)

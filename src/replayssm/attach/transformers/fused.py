@@ -12,8 +12,6 @@ from replayssm.attach.transformers.sequences import Sequences
 from replayssm.flow.conv import ACTIVATIONS
 from replayssm.recurrences.mixer import Norm
 
-CONV_MODULE = nn.Conv1d
-
 
 def refusal(layer: RecurrentLayer) -> str | None:
     """Why a layer runs its own forward in every step, or None where its recurrence's mixer says what it does.
@@ -32,7 +30,7 @@ def refusal(layer: RecurrentLayer) -> str | None:
     except AttributeError as error:
         return f"{type(module).__name__} is built differently: {error}"
     conv = module.conv1d
-    if type(conv) is not CONV_MODULE or not weights.conv.is_floating_point():
+    if type(conv) is not nn.Conv1d or not weights.conv.is_floating_point():
         return f"its convolution is {type(conv).__name__} in {weights.conv.dtype}"
     if weights.activation not in ACTIVATIONS:
         return f"its convolution is followed by {weights.activation}"
