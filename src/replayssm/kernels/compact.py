@@ -23,7 +23,7 @@ NUM_WARPS = 1
 
 @triton.jit
 def compact_kernel(
-    slots, path, path_row, start, length, fields,
+    slots, path, path_row, start, length, each, fields,
     D: tl.constexpr, DP: tl.constexpr, RING_ROWS: tl.constexpr, HEADS: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """A program per row of the batch and head.
@@ -32,7 +32,7 @@ def compact_kernel(
     |----------|--------------------|--------|--------------------------------------------------------------------|
     | slots    | [B] int64          | in     | (pointer, stride); PAD_SLOT on padded rows                         |
     | path     | [B, D] int64       | in     | pending rows that stay, in order; negative behind the last of them |
-    | start, length | [slots] int64 | in     | the cursor                                                         |
+    | start, length | [slots] int64 | in     | the cursor; slots lie `each` apart                                 |
     | fields   | [slots, rows, heads, size] | in/out | ring fields: (pointer, slot, row and head stride) each     |
 
     HEADS is the most heads of a field; SIZES has each field's heads and elements of a head.
@@ -44,7 +44,7 @@ def compact_kernel(
         d = tl.arange(0, DP)
         row = tl.load(path + b * path_row + d, mask=d < D, other=-1)
         moves = (row >= 0) & (row != d)
-        behind = tl.load(start + slot) + tl.load(length + slot)
+        behind = tl.load(start + slot * each) + tl.load(length + slot * each)
         source, target = (behind + row) % RING_ROWS, (behind + d) % RING_ROWS
         for f in tl.static_range(len(fields)):
             if h < SIZES[f][0]:
@@ -88,6 +88,7 @@ def launch_compact(slots: Tensor, path: Tensor, cursor: Cursor, layer: LayerStat
         path.stride(0),
         cursor.start,
         cursor.length,
+        cursor.apart,
         tuple((ring, ring.stride(0), ring.stride(1), ring.stride(2)) for ring in rings),
         **given,
         num_warps=NUM_WARPS,

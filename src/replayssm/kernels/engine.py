@@ -30,7 +30,7 @@ from replayssm.state.cursor import Cursor
 
 @triton.jit
 def engine_rows(
-    rows, mask, table, starts, accepted, noted, start, length, position, pending, window, width, in_force, null,
+    rows, mask, table, starts, accepted, noted, start, length, position, pending, window, each, width, in_force, null,
     RAGGED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Where the rows are once what was pending is committed, and whether this step is due."""
@@ -45,24 +45,24 @@ def engine_rows(
     else:
         counts = live.to(tl.int64)
     kept = tl.zeros(rows.shape, tl.int64) + 1
-    committed = tl.load(length + slot, mask=live, other=0)
-    at = tl.load(position + slot, mask=live, other=0)
+    committed = tl.load(length + slot * each, mask=live, other=0)
+    at = tl.load(position + slot * each, mask=live, other=0)
     if DRAFTS:
         kept = tl.load(accepted + rows, mask=mask, other=1).to(tl.int64)
-        real = tl.minimum(tl.maximum(kept, 0), tl.load(pending + slot, mask=live, other=0))
+        real = tl.minimum(tl.maximum(kept, 0), tl.load(pending + slot * each, mask=live, other=0))
         committed += real
         at += real
-    known = tl.load(noted + slot, mask=live, other=0)
+    known = tl.load(noted + slot * each, mask=live, other=0)
     kept = tl.maximum(tl.where(known > 0, known, kept), 1)
-    first = tl.load(start + slot, mask=live, other=0)
-    limit = tl.minimum(tl.load(window + slot, mask=live, other=0), in_force)
+    first = tl.load(start + slot * each, mask=live, other=0)
+    limit = tl.minimum(tl.load(window + slot * each, mask=live, other=0), in_force)
     return number, slot, counts, kept, first, committed, at, live & (committed + counts > limit)
 
 
 @triton.jit
 def engine_kernel(
     plan, plan_row, blocks, kept_out, table, starts, accepted, certain, noted,
-    start, length, position, pending, tree, window, batch, width, in_force, full_window, ring_rows, null,
+    start, length, position, pending, tree, window, each, batch, width, in_force, full_window, ring_rows, null,
     RAGGED: tl.constexpr, DRAFTS: tl.constexpr, CERTAIN_EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. B = `batch` rows.
@@ -76,7 +76,7 @@ def engine_kernel(
     | accepted | [B] int32 | in | tokens of its last step that each row kept; DRAFTS only |
     | certain | [B] bool | in | rows whose tokens all stay; CERTAIN_EACH only, else all do |
     | noted | [slots] int64 | in/out | tokens of a slot's last step if all were certain, else 0 |
-    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor |
+    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor; slots lie `each` apart, as `noted` does |
     """
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     due_rows = tl.zeros([], tl.int32)
@@ -84,7 +84,7 @@ def engine_kernel(
         rows = block + offsets
         mask = rows < batch
         _, _, _, _, _, committed, _, due = engine_rows(
-            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, width, in_force,
+            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, each, width, in_force,
             null, RAGGED, DRAFTS,
         )  # fmt: skip
         due_rows += tl.sum((due & (committed > 0)).to(tl.int32), 0)
@@ -95,7 +95,7 @@ def engine_kernel(
         mask = rows < batch
         # a slot is in one row only, so what this block writes is read by no other
         number, slot, counts, kept, first, committed, at, due = engine_rows(
-            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, width, in_force,
+            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, each, width, in_force,
             null, RAGGED, DRAFTS,
         )  # fmt: skip
         live = slot >= 0
@@ -125,13 +125,13 @@ def engine_kernel(
         real = counts
         if CERTAIN_EACH:
             real = tl.where(tl.load(certain + rows, mask=mask, other=0) != 0, counts, 0)
-        tl.store(start + slot, new_start, mask=live)
-        tl.store(length + slot, history + real, mask=live)
-        tl.store(position + slot, at + real, mask=live)
-        tl.store(pending + slot, counts - real, mask=live)
-        tl.store(tree + slot, tl.zeros([BLOCK], tl.int64), mask=live)
-        tl.store(window + slot, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
-        tl.store(noted + slot, real, mask=live)
+        tl.store(start + slot * each, new_start, mask=live)
+        tl.store(length + slot * each, history + real, mask=live)
+        tl.store(position + slot * each, at + real, mask=live)
+        tl.store(pending + slot * each, counts - real, mask=live)
+        tl.store(tree + slot * each, tl.zeros([BLOCK], tl.int64), mask=live)
+        tl.store(window + slot * each, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
+        tl.store(noted + slot * each, real, mask=live)
 
 
 def launch_engine_step(
@@ -170,6 +170,7 @@ def launch_engine_step(
         cursor.pending,
         cursor.tree,
         cursor.window,
+        cursor.apart,
         batch,
         width,
         in_force,

@@ -35,7 +35,7 @@ def row_value(value, rows, mask, EACH: tl.constexpr):
 
 @triton.jit
 def plan_block(
-    rows, mask, slots, tokens, windows, forced, start, length, position, window, width,
+    rows, mask, slots, tokens, windows, forced, start, length, position, window, each, width,
     TOKENS_EACH: tl.constexpr, WINDOWS_EACH: tl.constexpr, FORCED_EACH: tl.constexpr,
 ):  # fmt: skip
     """The rows' slots and everything that follows from their cursors alone."""
@@ -43,17 +43,18 @@ def plan_block(
     live = slot >= 0
     counts = row_value(tokens, rows, mask, TOKENS_EACH)
     counts = tl.where(live, tl.minimum(tl.maximum(counts, 0), width), 0)
-    first = tl.load(start + slot, mask=live, other=0)
-    committed = tl.load(length + slot, mask=live, other=0)
-    at = tl.load(position + slot, mask=live, other=0)
-    in_force = tl.minimum(tl.load(window + slot, mask=live, other=0), row_value(windows, rows, mask, WINDOWS_EACH))
+    first = tl.load(start + slot * each, mask=live, other=0)
+    committed = tl.load(length + slot * each, mask=live, other=0)
+    at = tl.load(position + slot * each, mask=live, other=0)
+    in_force = tl.minimum(tl.load(window + slot * each, mask=live, other=0), row_value(windows, rows, mask, WINDOWS_EACH))
     due = live & ((row_value(forced, rows, mask, FORCED_EACH) != 0) | (committed + counts > in_force))
     return slot, counts, first, committed, at, due
 
 
 @triton.jit
 def plan_kernel(
-    plan, plan_row, slots, tokens, windows, forced, trees, start, length, position, window, batch, width, ring_rows,
+    plan, plan_row, slots, tokens, windows, forced, trees, start, length, position, window, each, batch, width,
+    ring_rows,
     TOKENS_EACH: tl.constexpr, WINDOWS_EACH: tl.constexpr, FORCED_EACH: tl.constexpr, TREES_EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +65,7 @@ def plan_kernel(
     | plan | [B, columns] int64 | out | `state.plan.COLUMNS`; rows lie `plan_row` apart |
     | slots | [B] int32 or int64 | in | (pointer, stride); PAD_SLOT on padded rows |
     | tokens, windows, forced, trees | [B] or a number | in | (pointer, stride) or (number, 0) |
-    | start, length, position, window | [slots] int64 | in | the cursor |
+    | start, length, position, window | [slots] int64 | in | the cursor; slots lie `each` apart |
     """
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     due_rows = tl.zeros([], tl.int32)
@@ -72,7 +73,7 @@ def plan_kernel(
         rows = block + offsets
         mask = rows < batch
         slot, counts, first, committed, at, due = plan_block(
-            rows, mask, slots, tokens, windows, forced, start, length, position, window, width,
+            rows, mask, slots, tokens, windows, forced, start, length, position, window, each, width,
             TOKENS_EACH, WINDOWS_EACH, FORCED_EACH,
         )  # fmt: skip
         due_rows += tl.sum((due & (committed > 0)).to(tl.int32), 0)
@@ -82,7 +83,7 @@ def plan_kernel(
         rows = block + offsets
         mask = rows < batch
         slot, counts, first, committed, at, due = plan_block(
-            rows, mask, slots, tokens, windows, forced, start, length, position, window, width,
+            rows, mask, slots, tokens, windows, forced, start, length, position, window, each, width,
             TOKENS_EACH, WINDOWS_EACH, FORCED_EACH,
         )  # fmt: skip
         folded = tl.where(due, committed, 0)
@@ -109,7 +110,7 @@ def plan_kernel(
 
 @triton.jit
 def settle_kernel(
-    plan, plan_row, start, length, position, pending, tree, window, tally, batch, full_window,
+    plan, plan_row, start, length, position, pending, tree, window, each, tally, batch, full_window,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the cursor after the step of `plan`, and the step's counts.
@@ -117,7 +118,7 @@ def settle_kernel(
     | argument | shape | in/out | meaning |
     |----------|-------|--------|---------|
     | plan | [B, columns] int64 | in | the step; rows lie `plan_row` apart |
-    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor |
+    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor; slots lie `each` apart |
     | tally | [5] int64 | in/out | row steps, new records, history records, flushes, folded records |
     """
     offsets = tl.arange(0, BLOCK).to(tl.int64)
@@ -131,8 +132,8 @@ def settle_kernel(
         live = slot >= 0
         folded = tl.load(row + FOLDED, mask=live, other=0)
         history = tl.load(row + HISTORY, mask=live, other=0)
-        tl.store(start + slot, tl.load(row + START, mask=live, other=0), mask=live)
-        tl.store(length + slot, history, mask=live)
+        tl.store(start + slot * each, tl.load(row + START, mask=live, other=0), mask=live)
+        tl.store(length + slot * each, history, mask=live)
         flushed = (folded > 0).to(tl.int64)
         flushes += tl.sum(flushed, 0)
         folded_records += tl.sum(folded, 0)
@@ -140,16 +141,16 @@ def settle_kernel(
             row_steps += tl.sum(flushed, 0)
         else:
             tokens = tl.load(row + TOKENS, mask=live, other=0)
-            tl.store(tree + slot, tl.load(row + TREE, mask=live, other=0), mask=live)
+            tl.store(tree + slot * each, tl.load(row + TREE, mask=live, other=0), mask=live)
             if KIND == PROMPT:
-                tl.store(position + slot, tl.load(row + POSITION, mask=live, other=0) + tokens, mask=live)
-                tl.store(pending + slot, tl.zeros([BLOCK], tl.int64), mask=live)
+                tl.store(position + slot * each, tl.load(row + POSITION, mask=live, other=0) + tokens, mask=live)
+                tl.store(pending + slot * each, tl.zeros([BLOCK], tl.int64), mask=live)
             else:
-                tl.store(position + slot, tl.load(row + POSITION, mask=live, other=0), mask=live)
-                tl.store(pending + slot, tokens, mask=live)
+                tl.store(position + slot * each, tl.load(row + POSITION, mask=live, other=0), mask=live)
+                tl.store(pending + slot * each, tokens, mask=live)
                 # the phase given at acquire holds for one flush only; loading a prompt is not that flush
                 due = tl.load(row + DUE, mask=live, other=0) != 0
-                tl.store(window + slot, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
+                tl.store(window + slot * each, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
                 row_steps += tl.sum(((tokens > 0) | (folded > 0)).to(tl.int64), 0)
                 new += tl.sum(tokens, 0)
                 seen += tl.sum(history, 0)
@@ -163,7 +164,7 @@ def settle_kernel(
 
 @triton.jit
 def commit_kernel(
-    slots, accepted, length, position, pending, batch, ACCEPTED_EACH: tl.constexpr, BLOCK: tl.constexpr
+    slots, accepted, length, position, pending, each, batch, ACCEPTED_EACH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A program per BLOCK rows: the first `accepted` pending rows of each slot become real.
 
@@ -171,17 +172,17 @@ def commit_kernel(
     |----------|-------|--------|---------|
     | slots | [B] int32 or int64 | in | (pointer, stride); PAD_SLOT on padded rows |
     | accepted | [B] or a number | in | (pointer, stride) or (number, 0); clamped to 0..pending |
-    | length, position, pending | [slots] int64 | in/out | the cursor |
+    | length, position, pending | [slots] int64 | in/out | the cursor; slots lie `each` apart |
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < batch
     slot = tl.load(slots[0] + rows * slots[1], mask=mask, other=-1).to(tl.int64)
     live = slot >= 0
-    waiting = tl.load(pending + slot, mask=live, other=0)
+    waiting = tl.load(pending + slot * each, mask=live, other=0)
     kept = tl.minimum(tl.maximum(row_value(accepted, rows, mask, ACCEPTED_EACH), 0), waiting)
-    tl.store(length + slot, tl.load(length + slot, mask=live, other=0) + kept, mask=live)
-    tl.store(position + slot, tl.load(position + slot, mask=live, other=0) + kept, mask=live)
-    tl.store(pending + slot, tl.zeros([BLOCK], tl.int64), mask=live)
+    tl.store(length + slot * each, tl.load(length + slot * each, mask=live, other=0) + kept, mask=live)
+    tl.store(position + slot * each, tl.load(position + slot * each, mask=live, other=0) + kept, mask=live)
+    tl.store(pending + slot * each, tl.zeros([BLOCK], tl.int64), mask=live)
 
 
 def launch_plan(
@@ -211,6 +212,7 @@ def launch_plan(
         cursor.length,
         cursor.position,
         cursor.window,
+        cursor.apart,
         batch,
         width,
         ring_rows,
@@ -236,6 +238,7 @@ def launch_settle(plan: Tensor, cursor: Cursor, tally: Tensor, full_window: int,
         cursor.pending,
         cursor.tree,
         cursor.window,
+        cursor.apart,
         tally,
         len(plan),
         full_window,
@@ -257,6 +260,7 @@ def launch_commit(slots: Tensor, accepted: int | Tensor, cursor: Cursor) -> None
         cursor.length,
         cursor.position,
         cursor.pending,
+        cursor.apart,
         batch,
         ACCEPTED_EACH=isinstance(accepted, Tensor),
         BLOCK=block,

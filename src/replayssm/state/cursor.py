@@ -81,6 +81,8 @@ def first_window(turn: IntOrTensor, window: int, verify_len: int) -> IntOrTensor
 class Cursor:
     """Device-resident counters of every slot, int64 [slots] each; advanced once per model step, never per layer.
 
+    They may be strided, all in the same way.
+
     Args:
         start: physical ring row of the oldest committed record.
         length: committed records in the ring.
@@ -106,6 +108,16 @@ class Cursor:
     def allocate(cls, slots: int, device: torch.device | str) -> Cursor:
         """Counters for `slots` slots, all zero."""
         return cls(*(torch.zeros(slots, dtype=torch.int64, device=device) for _ in fields(cls)))
+
+    @classmethod
+    def of(cls, counters: Tensor) -> Cursor:
+        """Use the caller's int64 [slots, counters or more], which may be part of something larger."""
+        return cls(*counters[:, : len(fields(cls))].unbind(1))
+
+    @property
+    def apart(self) -> int:
+        """How far the counters of one slot and the next lie apart, in elements."""
+        return self.start.stride(0)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every counter."""

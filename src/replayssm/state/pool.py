@@ -161,9 +161,17 @@ class StatePool:
         tally: int64 [5] counts that several pools of one model may share; the pool's own by default.
         backend: "torch", "triton", or "auto": triton on a CUDA device when it supports every layer, else torch. One
             that is named works or raises.
+        cursor: the counters of every slot, where they live elsewhere; the pool's own by default.
     """
 
-    def __init__(self, layers: Sequence[LayerState], tally: Tensor | None = None, *, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        tally: Tensor | None = None,
+        *,
+        backend: str = "auto",
+        cursor: Cursor | None = None,
+    ) -> None:
         if not layers:
             raise ValueError("a pool needs at least one layer")
         for a, b in pairwise(layers):
@@ -178,7 +186,7 @@ class StatePool:
         self.backend = backends.choose(backend, layers)
         self.layout_numbers = tuple(number_of(layer.layout) for layer in layers)
         self.slots = SlotTable(self._slots_of(layers[0]))
-        self.cursor = Cursor.allocate(self.slots.slots, self.device)
+        self.cursor = Cursor.allocate(self.slots.slots, self.device) if cursor is None else cursor
         self.counts = torch.zeros(5, dtype=torch.int64, device=self.device) if tally is None else tally
 
     @classmethod

@@ -16,23 +16,23 @@ from replayssm.attach.vllm.metadata import DecodeRows
 
 
 def convolve(
-    raw: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, activation: str, rows: DecodeRows, lag: int
+    raw: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, activation: str, rows: DecodeRows, taps: int
 ) -> Tensor:
     """Convolved and activated tokens [n, channels]; `states` move on.
 
     Args:
         raw: [n, channels].
         states: vLLM's convolution states, in the order that it was told to keep them in.
-        weight: [channels, lag + 1].
+        weight: [channels, taps].
         bias: [channels] or None.
         activation: "silu" or "swish".
         rows: whose tokens they are.
-        lag: earlier inputs that one output needs.
+        taps: inputs that one output needs.
     """
     window = channels_first(states)
     if raw.device.type == "cpu":
-        return _on_cpu(raw, window, weight, bias, rows, lag)
-    drafts = {} if rows.starts is None else _draft_arguments(rows)
+        return _on_cpu(raw, window, weight, bias, rows, taps - 1)
+    drafts = {} if rows.starts is None else _draft_arguments(rows, window.shape[-1] + 2 - taps)
     return causal_conv1d_update(raw, window, weight, bias, activation, conv_state_indices=rows.blocks, **drafts)
 
 
@@ -41,8 +41,8 @@ def channels_first(states: Tensor) -> Tensor:
     return states if is_conv_state_dim_first() else states.transpose(-1, -2)
 
 
-def _draft_arguments(rows: DecodeRows) -> dict[str, object]:
-    return {"num_accepted_tokens": rows.accepted, "query_start_loc": rows.starts, "max_query_len": rows.step.width}
+def _draft_arguments(rows: DecodeRows, most: int) -> dict[str, object]:
+    return {"num_accepted_tokens": rows.accepted, "query_start_loc": rows.starts, "max_query_len": most}
 
 
 def _on_cpu(raw: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, rows: DecodeRows, lag: int) -> Tensor:

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class ReplayLayer:
     replay_recurrence: Recurrence
     replay_binding: EngineBinding
     replay_layout: StateLayout | None = None
+    replay_number = 0
+    """Which of its pool's layers this one is."""
     kv_cache: Any
     prefix: str
 
@@ -47,6 +50,9 @@ class ReplayLayer:
         self._stock_dtypes = tuple(super().get_state_dtype())  # type: ignore[misc]
         dtype = get_current_vllm_config().model_config.dtype
         self.replay_layout = pages.layout_of(self.replay_recurrence, config, self._stock_shapes, dtype)
+        conv_bytes = prod(self._stock_shapes[0]) * self._stock_dtypes[0].itemsize
+        if conv_bytes % 8:
+            raise ValueError(f"replayssm: a convolution state of {conv_bytes} bytes leaves what follows it unaligned")
         self.enable_fused_gdn_spec_decode = False  # which would pass by the method that is replaced here
 
     # ---- what vLLM asks a layer about its state
@@ -75,7 +81,7 @@ class ReplayLayer:
     def replay_state(self) -> LayerState:
         """Our view of the pages that vLLM has bound to this layer."""
         assert self.replay_layout is not None
-        return LayerState.in_pages(self.replay_layout, self.kv_cache[0], self.replay_binding.params(self))
+        return LayerState.in_pages(self.replay_layout, self.kv_cache[1], self.replay_binding.params(self))
 
     # ---- a step
 
@@ -96,18 +102,18 @@ class ReplayLayer:
     def _decode(self, found: ReplayMetadata, rows: DecodeRows, tokens: Tokens) -> None:
         layout, pool, step = self.replay_layout, found.pool, rows.step
         assert layout is not None
-        convolved = convolve(tokens.raw, self.kv_cache[1], *self.replay_binding.conv(self), rows, layout.conv_lag)
+        convolved = convolve(tokens.raw, self.kv_cache[0], *self.replay_binding.conv(self), rows, layout.geometry.conv_width)
         gates = tuple(rows.spread(x) for x in tokens.gates)
         inputs = self.replay_binding.inputs(self, layout.geometry, rows.spread(convolved), gates)
         if rows.gather is None:
-            verify(pool, self._number(pool), step, inputs, out=tokens.out.unflatten(0, (-1, step.width)))
+            verify(pool, self.replay_number, step, inputs, out=tokens.out.unflatten(0, (-1, step.width)))
         else:
-            rows.collect(verify(pool, self._number(pool), step, inputs), tokens.out)
+            rows.collect(verify(pool, self.replay_number, step, inputs), tokens.out)
 
     def _prompt(self, found: ReplayMetadata, rows: PromptRows, stock: Any, *args: Tensor) -> None:
         layout, pool = self.replay_layout, found.pool
         assert layout is not None
-        number, (_, conv) = self._number(pool), self.kv_cache
+        number, (conv, _) = self.replay_number, self.kv_cache
         count, blocks = len(rows.blocks), rows.blocks
         states = conv.new_zeros(count + 1, *self._stock_shapes[1], dtype=layout.compute_dtype)
         ours = self.replay_binding.state(states)[1:]
@@ -124,11 +130,6 @@ class ReplayLayer:
                 stock(*args)
         conv[blocks] = convs[1:]
         load(pool, number, rows.step, ours)
-
-    def _number(self, pool: StatePool) -> int:
-        """Which of the pool's layers this one is."""
-        at = self.kv_cache[0].data_ptr()
-        return next(i for i, layer in enumerate(pool.layers) if layer.pages.data_ptr() == at)  # type: ignore[union-attr]
 
     @contextmanager
     def _lent(self, convs: Tensor, states: Tensor, stock: Any) -> Iterator[None]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_table_tensor
 
+from replayssm.attach.vllm.pages import cursor_in
 from replayssm.attach.vllm.steps import EngineSteps, StepMemory
 from replayssm.flow.step import Step
 from replayssm.state.pool import StatePool
@@ -84,6 +85,7 @@ class ReplayBuilder:
 
     supports_update_block_table = False
     layer_names: list[str]
+    kv_cache_spec: Any
     vllm_config: Any
     device: torch.device
 
@@ -110,7 +112,7 @@ class ReplayBuilder:
         **_: Any,
     ) -> ReplayMetadata:
         m, steps = common_attn_metadata, self._opened()
-        blocks = m.block_table_tensor[:, 0]
+        blocks = self._blocks(m)
         if self._width == 1 and m.max_query_len <= 1 and not self._prefilling(m):
             # nothing but decoding: a padded row has no token, but a place in the graph's batch
             return ReplayMetadata(steps.pool, self._single(steps, blocks), None)
@@ -139,10 +141,19 @@ class ReplayBuilder:
 
     def _opened(self) -> EngineSteps:
         """The group's steps. Its cache is bound to the layers after the builder was made."""
-        pages = self._layers[0].kv_cache[0]
-        if self._steps is None or self._steps.pool.layers[0].pages.data_ptr() != pages.data_ptr():
-            self._steps = EngineSteps(StatePool([layer.replay_state() for layer in self._layers]), NULL_BLOCK_ID)
+        pages = self._layers[0].kv_cache[1]
+        if self._steps is None or self._steps.pool.layers[0].pages.data_ptr() != pages.data_ptr():  # type: ignore[union-attr]
+            states = [layer.replay_state() for layer in self._layers]
+            for number, layer in enumerate(self._layers):
+                layer.replay_number = number
+            cursor, certain = cursor_in(states[0])
+            self._steps = EngineSteps(StatePool(states, cursor=cursor), NULL_BLOCK_ID, certain)
         return self._steps
+
+    def _blocks(self, m: Any) -> Tensor:
+        """The block [B] that holds each row's state."""
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        return mamba_get_block_table_tensor(m.block_table_tensor, m.seq_lens, self.kv_cache_spec, mode)[:, 0]
 
     def _ring_rows(self, lengths: Tensor, prefilling: Tensor) -> int:
         """How many leading rows go to the ring.

@@ -89,13 +89,18 @@ def _feature_refusal(vllm_config: Any) -> str | None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if getattr(cache, "use_replayssm", False):
         return "vLLM's own --use-replayssm is on as well; leave one of the two out"
-    if cache.enable_prefix_caching:
+    if cache.mamba_cache_mode == "all":
         return (
-            "prefix caching keeps states at block boundaries by copying pages, which leaves their cursors behind; "
-            "start with --no-enable-prefix-caching"
+            "mamba cache mode 'all' wants a state at every block boundary inside of a prompt, where one scan leaves only "
+            "the last; use --mamba-cache-mode align"
+        )
+    if cache.enable_prefix_caching and drafts(vllm_config):
+        return (
+            "with drafts the state at a block boundary is not known until they are judged, and vLLM would publish the "
+            "page behind them; leave out --speculative-config or add --no-enable-prefix-caching"
         )
     if vllm_config.kv_transfer_config is not None:
-        return "a KV connector would move pages without their cursors; start without --kv-transfer-config"
+        return "pages that a KV connector moves have not been tried; start without --kv-transfer-config"
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
         return "micro-batches (--enable-dbo) split a step in two; start without them"
     if parallel.decode_context_parallel_size > 1:

@@ -1,18 +1,28 @@
-"""What a layer keeps in a page of vLLM's cache: our tensors, and behind them vLLM's own convolution state.
+"""What a layer keeps in a page of vLLM's cache: vLLM's own convolution state, and behind it our tensors and a cursor.
 
-The layout is the only thing that sizes either of them, for the layers and for the model class alike. There is one page
-per sequence and layer, drafts or not: a draft is a row of the ring and needs no state of its own.
+The layout is the only thing that sizes our part, for the layers and for the model class alike. There is one page per
+sequence and layer, drafts or not: a draft is a row of the ring and needs no state of its own.
+
+The cursor lies in the page as well, that of the first layer of those that share a block table: whoever copies pages,
+as prefix caching does, copies checkpoint, ring and cursor together.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from replayssm.config import ReplayConfig
 from replayssm.recurrences.base import Recurrence
 from replayssm.recurrences.engine import geometry_of
-from replayssm.state.layout import StateLayout
+from replayssm.state.cursor import Cursor
+from replayssm.state.layout import PAGE_ALIGNMENT_BYTES, StateLayout
+from replayssm.state.pool import LayerState
+
+CURSOR_BYTES = PAGE_ALIGNMENT_BYTES
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -28,11 +38,23 @@ def layout_of(recurrence: Recurrence, config: ReplayConfig, stock: Shapes, model
     return StateLayout(recurrence, geometry, config, model_dtype)
 
 
-def shapes_of(layout: StateLayout, stock: Shapes) -> Shapes:
-    """Shapes of a page's parts: our tensors as bytes, then the convolution state."""
-    return (layout.page_bytes,), stock[0]
+def shapes_of(layout: StateLayout, stock: Shapes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a page's parts: the convolution state, then ours as bytes."""
+    return stock[0], (layout.page_bytes + CURSOR_BYTES,)
 
 
 def dtypes_of(stock: tuple[torch.dtype, torch.dtype]) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes of the same."""
-    return torch.uint8, stock[0]
+    return stock[0], torch.uint8
+
+
+def cursor_in(layer: LayerState) -> tuple[Cursor, Tensor]:
+    """The cursor in a layer's pages, and the counter beside it that `EngineSteps` calls `certain`.
+
+    The count of clamped elements stays outside: kernels add to it, and it is no part of a sequence's state.
+    """
+    assert layer.pages is not None
+    words = layer.pages[:, layer.layout.page_bytes :][:, :CURSOR_BYTES].view(torch.int64)
+    cursor = Cursor.of(words)
+    cursor.saturated = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    return cursor, words[:, len(fields(Cursor))]

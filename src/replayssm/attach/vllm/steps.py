@@ -56,14 +56,15 @@ class EngineSteps:
     Args:
         pool: the pool; all of its slots count as in use from now on.
         null: the engine's number of no block, which marks padded rows.
+        certain: int64 [slots], strided as the cursor is: how many tokens a slot's last step had if all of them were
+            certain, else 0. Memory of its own by default.
     """
 
-    def __init__(self, pool: StatePool, null: int = 0) -> None:
+    def __init__(self, pool: StatePool, null: int = 0, certain: Tensor | None = None) -> None:
         self.pool = pool
         self.null = null
+        self.certain = torch.ones_like(pool.cursor.start) if certain is None else certain
         self._turns = 0
-        self.certain = torch.ones(pool.slots.slots, dtype=torch.int64, device=pool.device)
-        """Per slot, how many tokens its last step had if all of them were certain, else 0."""
         pool.slots.take_all()
 
     def restart(self, blocks: Tensor) -> None:
