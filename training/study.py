@@ -12,6 +12,7 @@ together (``recall.py``). Then, with states kept in each of ``PRECISIONS`` (``re
 |-----------|---------------------------------------------------------------------------------------------------------|
 | `text`    | held-out text of ``--tokens``: KL divergence from fp32 states, by position; agreement, perplexity        |
 | `recall`  | share of right answers, by the distance between pair and question                                        |
+| `recall_far` | the same in a few rows of ``--tokens``, eight times as long as those of the training                 |
 | `long`    | as `text` for one sequence of ``--long-tokens`` and fewer precisions, with ``--long``                    |
 | `ratio`   | KL of one shared NVFP4 copy over that of NVFP4 reads beside each recurrence, and what the decays predict |
 
@@ -50,6 +51,7 @@ SHARED, READS = "nvfp4", "fp32+nvfp4"
 PRECISIONS = ("fp32", SHARED, READS, "fp16+nvfp4", "fp8+nvfp4", "fp8-stochastic+nvfp4")
 LONG_PRECISIONS = ("fp32", SHARED, READS, "fp8+nvfp4")
 HALF_LIVES = (256.0, 16384.0)
+FAR_ROWS = 16
 RECALL_ROWS = 4096  # drawn for training; a run of a hundred seconds sees each of them a few times
 DENSE = 0.5  # share of them with an event in every cell
 DISTANCES = (0, 64, 256, 1024, 2048, 1 << 30)
@@ -280,6 +282,12 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     recall = answer(model, woven, options.device, options.at_once)
     part("recall", began, recall)
     say(name, "recall " + ", ".join(f"{p} {r:.3f}" for p, r in zip(PRECISIONS, recall["right"], strict=True)))
+
+    began = time.monotonic()
+    woven = weave(stream, vocabulary, FAR_ROWS, options.tokens, np.random.default_rng(2))
+    recall = answer(model, woven, options.device, FAR_ROWS)
+    part("recall_far", began, recall)
+    say(name, "far " + ", ".join(f"{p} {r:.3f}" for p, r in zip(PRECISIONS, recall["right"], strict=True)))
 
     began = time.monotonic()
     ids = text_rows(options.data, options.tokens, options.sequences, options.device)

@@ -84,7 +84,7 @@ class Run:
 
     def verify(self) -> None:
         """Ours, beside snapshots and the ordinary plain step."""
-        for case in self.cases((SUPER, QWEN), (64, 256, 8, 1), steps=DRAFTS):
+        for case in self.cases((SUPER, QWEN), (64, 256, 8, 1, 512), steps=DRAFTS):
             self.speculative(case)
             self.replay([case])
 

@@ -27,7 +27,7 @@ from replayssm.flow.verify import verify
 from replayssm.recurrences.base import Recurrence
 from replayssm.recurrences.engine import EngineBinding, Tokens
 from replayssm.state.layout import StateLayout
-from replayssm.state.pool import LayerState, StatePool
+from replayssm.state.pool import LayerState
 
 
 class ReplayLayer:
