@@ -355,14 +355,16 @@ def plot(out: Path) -> None:
             found = result[key]
             for row in found["rows"][1:]:
                 positions = [(i + 0.5) * found["stretch"] for i in range(len(row["kl_by_position"]))]
-                axis.plot(positions, row["kl_by_position"], label=row["precision"], linewidth=1)
+                colour = f"C{PRECISIONS.index(row['precision'])}"  # the same as of the bars
+                axis.plot(positions, row["kl_by_position"], colour, label=row["precision"], linewidth=1)
             axis.set_xscale("log")
             axis.set_yscale("log")
             axis.set_xlabel("position, tokens")
             axis.set_ylabel("KL from fp32 states, nats")
             axis.set_title(f"{title}, {found['sequences']} x {found['tokens']} tokens", fontsize=9)
             axis.legend(fontsize=7)
-        recall, axis = result["recall"], line[2]
+        recall, axis = result.get("recall_far", result["recall"]), line[2]
+        axis.set_title(f"{title}, recall in {recall['rows']} x {recall['tokens']} tokens", fontsize=9)
         groups = recall["by_distance"]
         width = 0.8 / len(recall["precisions"])
         for i, precision in enumerate(recall["precisions"]):

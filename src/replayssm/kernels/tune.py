@@ -90,14 +90,22 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
 
     for batch in (1, 10**6):
         yield from new(heuristic(layout, batch, tokens)[0])
-    for block_p, warps in ((8, 1), (16, 1), (16, 2), (32, 2)) if tokens == 1 else ():
-        yield from new(Choice(Tile(block_p, 1, warps)))
+    for block_p, warps in ((8, 1), (16, 1), (16, 2), (32, 2)):
+        if tokens == 1:
+            yield from new(Choice(Tile(block_p, 1, warps)))
         yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
     if tokens == 1:
         steps = [Tile(32, 2, 1), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32, 1, 1), Tile(64, 1, 1), Tile(64, 2, 1)]
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
-        steps = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2), Tile(32, 1, 4), Tile(64, 1, 4)]
+        steps = [
+            Tile(32, 8, 2, 3),
+            Tile(64, 8, 4, 3),
+            Tile(64, 4, 4, 2),
+            Tile(32, 1, 4),
+            Tile(64, 1, 4),
+            Tile(16, 1, 2),
+        ]
         flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
         yield from new(Choice(step, flushes[0]))
@@ -203,7 +211,7 @@ class _Bench:
         if batch % len(lengths) == 0:
             self.cycle = self.cycle[:1]  # staggered rows look alike in every step
         self.plans = [self._plan(row_lengths, tokens, layout.config.window, device) for row_lengths in self.cycle]
-        self.plain = self._plan([1] * batch, tokens, tokens, device)
+        self.plain = self._plan([tokens] * batch, tokens, tokens, device)
 
     def us(self, choice: Choice, *, plain: bool = False) -> float:
         """Microseconds per layer and step, averaged over the cycle; `plain` flushes every row in every step."""
