@@ -33,20 +33,23 @@ def spec(model: Path, replay: Mapping[str, Any] | None = None, **options: Any) -
     return {"options": arguments, "prompts": prompts(), "tokens": 40} | own
 
 
-def drive(*runs: dict[str, Any], environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def environment() -> dict[str, str]:
+    """Variables of a process that runs vLLM."""
+    folders = [str(ROOT / "src"), *([] if torch.cuda.is_available() else [str(HERE / "stubs")])]
+    given = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*folders, *([given] if given else [])]), "OMP_NUM_THREADS": "1"}
+
+
+def drive(*runs: dict[str, Any], variables: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """What the engines of these runs say, each {"tokens", ...} or {"error"}."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"runs": runs}, file)
         file.flush()
-        path = os.pathsep.join(
-            [str(ROOT / "src"), *([] if torch.cuda.is_available() else [str(HERE / "stubs")]),
-             os.environ.get("PYTHONPATH", "")]
-        )
         done = subprocess.run(
             [sys.executable, str(HERE / "drive.py"), file.name],
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            env=environment() | dict(variables or {}),
             timeout=900,
         )
     mark = "RESULT "
