@@ -148,7 +148,7 @@ def test_a_slot_that_is_used_again_starts_anew(models: Any) -> None:
 
 
 @engine
-@pytest.mark.parametrize("family", ["nemotron_h", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1", "granitemoehybrid"])
 def test_drafts(family: str, models: Any) -> None:
     """vLLM 0.32.0 itself is no oracle here: on a CPU its convolution does not know of drafts."""
     model = models(family)
@@ -198,7 +198,7 @@ def test_a_client_of_a_running_server(models: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command += ["--additional-config", json.dumps({"replayssm": {"window": 8}}), "--served-model-name", "tiny"]
     log = model / "server.log"
@@ -240,6 +240,7 @@ def test_refusals(models: Any) -> None:
         "the state at a block boundary is not known": spec(
             model, {}, speculative_config=NGRAM, enable_prefix_caching=True
         ),
+        "drafts were accepted in hybrid models only": spec(models("mamba2"), {}, speculative_config=NGRAM),
         "vLLM's own --use-replayssm is on": spec(model, {}, use_replayssm=True, mamba_backend="triton"),
     }
     for (sentence, _), found in zip(cases.items(), drive(*cases.values()), strict=True):

@@ -104,6 +104,11 @@ def _feature_refusal(vllm_config: Any) -> str | None:
             "with drafts the state at a block boundary is not known until they are judged, and vLLM would publish the "
             "page behind them; leave out --speculative-config or add --no-enable-prefix-caching"
         )
+    if drafts(vllm_config) and not vllm_config.model_config.is_hybrid:
+        return (
+            "vLLM tells its layers how many drafts were accepted in hybrid models only, and this one has no attention; "
+            "leave out --speculative-config"
+        )
     if vllm_config.kv_transfer_config is not None:
         return "pages that a KV connector moves have not been tried; start without --kv-transfer-config"
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
