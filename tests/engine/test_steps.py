@@ -1,7 +1,7 @@
 """The life cycle that an engine drives, against a scripted scheduler and the recurrence itself, without the engine.
 
-Requests arrive, run their prompts in chunks, decode with drafts of which some are wrong, are preempted and start over in
-other blocks, are skipped for a while, and share batches with padding. Blocks are handed from one to the next as they
+Requests arrive, run their prompts in chunks, decode with drafts of which some are wrong, are preempted and start over
+in other blocks, are skipped for a while, and share batches with padding. Blocks are handed from one to the next as they
 are, full of what was in them. Every output is compared with the recurrence, token by token in fp64.
 """
 
@@ -73,7 +73,9 @@ class Engine:
         for each, params in zip(inputs, self.params, strict=True):
             exact = {n: x.double() for n, x in each.items()}
             state = torch.zeros(self.geometry.state_shape, dtype=torch.float64)
-            wanted.append(self.recurrence.recurrent(exact, {n: p.double() for n, p in params.items()}, state, self.geometry)[0])
+            wanted.append(
+                self.recurrence.recurrent(exact, {n: p.double() for n, p in params.items()}, state, self.geometry)[0]
+            )
         self.waiting.append(Request(inputs, wanted, prompt=self.random.choice([1, 2, 3, 9, 17])))
 
     # ---- one step
@@ -157,7 +159,8 @@ class Engine:
         for layer in range(LAYERS):
             names = rows[0][0].inputs[layer]
             inputs = {
-                n: torch.stack([_padded(r.inputs[layer][n][r.done : r.done + c], width) for r, c in rows]) for n in names
+                n: torch.stack([_padded(r.inputs[layer][n][r.done : r.done + c], width) for r, c in rows])
+                for n in names
             }
             y = flow.prefill(self.steps.pool, layer, step, inputs)
             for b, (r, count) in enumerate(rows):
@@ -222,7 +225,12 @@ def play(name: str, config: ReplayConfig, seed: int, steps: int = 70) -> Engine:
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 @pytest.mark.parametrize(
     "config",
-    [ReplayConfig(window=5), ReplayConfig(window=1), ReplayConfig(window=6, verify_len=4), ReplayConfig(16, 4, stagger=False)],
+    [
+        ReplayConfig(window=5),
+        ReplayConfig(window=1),
+        ReplayConfig(window=6, verify_len=4),
+        ReplayConfig(16, 4, stagger=False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("seed", [0, 1])

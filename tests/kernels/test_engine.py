@@ -30,7 +30,11 @@ def test_whole_steps(rows: int, kind: str) -> None:
         starts = torch.cat([torch.zeros(1).int(), lengths.cumsum(0).int()]).to(DEVICE)
         accepted = torch.randint(-1, VERIFY_LEN + 1, (rows,), generator=generator).int().to(DEVICE)
         certain = (torch.rand(rows, generator=generator) < 0.5).to(DEVICE)
-        given = {} if kind == "tokens" else {"starts": starts, "accepted": accepted, "certain": certain & (kind != "drafts")}
+        given = (
+            {}
+            if kind == "tokens"
+            else {"starts": starts, "accepted": accepted, "certain": certain & (kind != "drafts")}
+        )
         memories = []
         for steps in (theirs, ours):
             steps.certain.copy_(noted)

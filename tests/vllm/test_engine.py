@@ -1,7 +1,7 @@
 """The plug-in in vLLM's real engine on a CPU, with tiny random checkpoints.
 
-fp32 models give the tokens of the same engine without the plug-in and of transformers. Its Gated DeltaNet operators take
-bf16 only: there, log-probabilities are compared, as far as the tokens before them are the same.
+fp32 models give the tokens of the same engine without the plug-in and of transformers. Its Gated DeltaNet operators
+take bf16 only: there, log-probabilities are compared, as far as the tokens before them are the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from .harness import drive, environment, prompts, spec  # noqa: E402
-from .tiny import add_tokenizer, save  # noqa: E402
+from .harness import drive, environment, prompts, spec
+from .tiny import add_tokenizer, save
 
 FAMILIES = ("nemotron_h", "mamba2", "falcon_h1", "granitemoehybrid")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -83,7 +83,9 @@ def test_tokens(family: str, models: Any) -> None:
 @engine
 def test_a_narrow_state_runs(models: Any) -> None:
     stock, ours = drive(spec(models("mamba2")), spec(models("mamba2"), {"precision": "fp16+fp8", "window": 16}))
-    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(stock["tokens"], ours["tokens"], strict=True)]
+    same = [
+        sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(stock["tokens"], ours["tokens"], strict=True)
+    ]
     assert min(same) > 0
 
 
@@ -152,9 +154,7 @@ def test_a_slot_that_is_used_again_starts_anew(models: Any) -> None:
 def test_drafts(family: str, models: Any) -> None:
     """vLLM 0.32.0 itself is no oracle here: on a CPU its convolution does not know of drafts."""
     model = models(family)
-    stock, ours = drive(
-        spec(model, tokens=120), spec(model, {"window": 8}, speculative_config=NGRAM, tokens=120)
-    )
+    stock, ours = drive(spec(model, tokens=120), spec(model, {"window": 8}, speculative_config=NGRAM, tokens=120))
     assert ours["tokens"] == stock["tokens"]
     assert ours["accepted"] > 0
 
@@ -202,9 +202,12 @@ def test_a_client_of_a_running_server(models: Any) -> None:
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command += ["--additional-config", json.dumps({"replayssm": {"window": 8}}), "--served-model-name", "tiny"]
     log = model / "server.log"
-    with log.open("w") as file, subprocess.Popen(
-        command, env=environment() | {"VLLM_CPU_KVCACHE_SPACE": "1"}, stdout=file, stderr=subprocess.STDOUT
-    ) as server:
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, env=environment() | {"VLLM_CPU_KVCACHE_SPACE": "1"}, stdout=file, stderr=subprocess.STDOUT
+        ) as server,
+    ):
         try:
             wait_for(port, server, log)
             client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
@@ -231,8 +234,8 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
 def test_refusals(models: Any) -> None:
     model = models("nemotron_h")
     cases = {
-        "there is no option \"windows\"; there are: precision, window,": spec(model, {"windows": 8}),
-        "verify_len\" is not an option here": spec(model, {"verify_len": 2}),
+        'there is no option "windows"; there are: precision, window,': spec(model, {"windows": 8}),
+        'verify_len" is not an option here': spec(model, {"verify_len": 2}),
         "window must be in 1..64, got 0": spec(model, {"window": 0}),
         "verify_len 4 is larger than window 2": spec(model, {"window": 2}, speculative_config=NGRAM),
         "checkpoint_format must be one of": spec(model, {"precision": "fp7"}),
@@ -250,7 +253,6 @@ def test_refusals(models: Any) -> None:
 @engine
 def test_a_version_that_was_never_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
-
     from replayssm.attach.vllm import options
 
     assert options.version_refusal() is None

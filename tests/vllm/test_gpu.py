@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from .harness import drive, spec  # noqa: E402
-from .tiny import save  # noqa: E402
+from .harness import drive, spec
+from .tiny import save
 
 pytestmark = pytest.mark.gpu
 

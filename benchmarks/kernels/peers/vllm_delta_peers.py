@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import vllm
 from torch import Tensor
 from vllm.third_party.flash_linear_attention.ops import fused_recurrent as recurrent_ops
 from vllm.third_party.flash_linear_attention.ops import fused_sigmoid_gating as gating_ops
 
+import vllm
 from peers.base import Peer, PeerRun, power_of_2, sweep
 from replayssm.bench.candidate import Config
 from replayssm.bench.cases import Case

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import vllm
 from torch import Tensor
 from vllm.model_executor.layers.mamba.ops.mamba_ssm import override_ssm_config, selective_state_update
 
+import vllm
 from peers.base import Peer, PeerRun, power_of_2, sweep
 from replayssm.bench.candidate import Config
 from replayssm.bench.cases import Case

@@ -105,9 +105,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def _row(
-    model: str, request: EngineRequest, side: str, found: Mapping[str, Any], ordinary: dict[int, float]
-) -> Row:
+def _row(model: str, request: EngineRequest, side: str, found: Mapping[str, Any], ordinary: dict[int, float]) -> Row:
     batch, us = found["batch"], found["us"]
     if side == "ordinary":
         ordinary[batch] = us
@@ -219,7 +217,7 @@ def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> 
         begin = time.perf_counter()
         step()
         times.append(1e6 * (time.perf_counter() - begin))
-    tokens = sum(lengths.values()) - before
+    produced = sum(lengths.values()) - before
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
@@ -229,8 +227,8 @@ def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> 
         "low_us": ordered[0],
         "high_us": ordered[-1],
         "p99_over_p50": ordered[int(0.99 * (len(times) - 1))] / ordered[len(times) // 2],
-        "tok_s": 1e6 * tokens / total,
-        "tokens": tokens,
+        "tok_s": 1e6 * produced / total,
+        "tokens": produced,
         "context": request.context,
     }
 

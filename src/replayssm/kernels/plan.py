@@ -46,7 +46,9 @@ def plan_block(
     first = tl.load(start + slot * each, mask=live, other=0)
     committed = tl.load(length + slot * each, mask=live, other=0)
     at = tl.load(position + slot * each, mask=live, other=0)
-    in_force = tl.minimum(tl.load(window + slot * each, mask=live, other=0), row_value(windows, rows, mask, WINDOWS_EACH))
+    in_force = tl.minimum(
+        tl.load(window + slot * each, mask=live, other=0), row_value(windows, rows, mask, WINDOWS_EACH)
+    )
     due = live & ((row_value(forced, rows, mask, FORCED_EACH) != 0) | (committed + counts > in_force))
     return slot, counts, first, committed, at, due
 

@@ -27,7 +27,7 @@ from replayssm.flow.verify import verify
 from replayssm.recurrences.base import Recurrence
 from replayssm.recurrences.engine import EngineBinding, Tokens
 from replayssm.state.layout import StateLayout
-from replayssm.state.pool import LayerState, StatePool
+from replayssm.state.pool import LayerState
 
 
 class ReplayLayer:
@@ -102,7 +102,9 @@ class ReplayLayer:
     def _decode(self, found: ReplayMetadata, rows: DecodeRows, tokens: Tokens) -> None:
         layout, pool, step = self.replay_layout, found.pool, rows.step
         assert layout is not None
-        convolved = convolve(tokens.raw, self.kv_cache[0], *self.replay_binding.conv(self), rows, layout.geometry.conv_width)
+        convolved = convolve(
+            tokens.raw, self.kv_cache[0], *self.replay_binding.conv(self), rows, layout.geometry.conv_width
+        )
         gates = tuple(rows.spread(x) for x in tokens.gates)
         inputs = self.replay_binding.inputs(self, layout.geometry, rows.spread(convolved), gates)
         if rows.gather is None:

@@ -136,8 +136,9 @@ class ReplayBuilder:
         """Graphs are captured with padding only: their blocks are all NULL_BLOCK_ID."""
         m = common_attn_metadata
         accepted = torch.ones_like(m.query_start_loc[1:]) if self._width > 1 else None
-        return self.build(0, m.replace(is_prefilling=torch.zeros(m.num_reqs, dtype=torch.bool)),
-                          num_accepted_tokens=accepted)
+        return self.build(
+            0, m.replace(is_prefilling=torch.zeros(m.num_reqs, dtype=torch.bool)), num_accepted_tokens=accepted
+        )
 
     # ---- parts
 

@@ -60,12 +60,7 @@ def require_supported(vllm_config: Any) -> None:
     """ValueError with the reason if this engine asks for replay and cannot have it."""
     if config_of(vllm_config) is None:
         return
-    reason = (
-        version_refusal()
-        or _model_refusal(vllm_config)
-        or _feature_refusal(vllm_config)
-        or _device_refusal()
-    )
+    reason = version_refusal() or _model_refusal(vllm_config) or _feature_refusal(vllm_config) or _device_refusal()
     if reason is not None:
         raise ValueError(f"replayssm: {reason}")
 
@@ -96,8 +91,8 @@ def _feature_refusal(vllm_config: Any) -> str | None:
         return "vLLM's own --use-replayssm is on as well; leave one of the two out"
     if cache.mamba_cache_mode == "all":
         return (
-            "mamba cache mode 'all' wants a state at every block boundary inside of a prompt, where one scan leaves only "
-            "the last; use --mamba-cache-mode align"
+            "mamba cache mode 'all' wants a state at every block boundary of a prompt, and a scan leaves the last one "
+            "only; use --mamba-cache-mode align"
         )
     if cache.enable_prefix_caching and drafts(vllm_config):
         return (

@@ -108,7 +108,16 @@ class EngineSteps:
         kernels = kernels_of(self.pool)
         if kernels is not None:
             kernels.engine_step(
-                memory.plan, memory.blocks, memory.kept, self.certain, self.null, blocks, width, starts, accepted, certain
+                memory.plan,
+                memory.blocks,
+                memory.kept,
+                self.certain,
+                self.null,
+                blocks,
+                width,
+                starts,
+                accepted,
+                certain,
             )
         else:
             self._decode(memory, blocks, width, starts, accepted, certain)

@@ -2,4 +2,3 @@
 
 from torchvision import io, transforms
 
-__version__ = "0.0.0"
