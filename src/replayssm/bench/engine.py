@@ -101,8 +101,8 @@ def save_config(fields: Mapping[str, Any], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    # the engine in the process itself: its steps are called one by one
-    return os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    # the engine in the process itself, unless the environment says otherwise: its steps are called one by one
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"} | os.environ
 
 
 def _row(model: str, request: EngineRequest, side: str, found: Mapping[str, Any], ordinary: dict[int, float]) -> Row:

@@ -1,4 +1,3 @@
 """Stands for torchvision, whose wheels do not import beside the CPU build of torch: text models never call it."""
 
 from torchvision import io, transforms
-
