@@ -43,7 +43,7 @@ class Request:
 class Engine:
     """A scheduler of vLLM's manners over pages of its own."""
 
-    def __init__(self, name: str, config: ReplayConfig, seed: int) -> None:
+    def __init__(self, name: str, config: ReplayConfig, seed: int, backend: str) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.recurrence, self.config = get(name), config
@@ -57,7 +57,7 @@ class Engine:
         words = self.pages[0][:, layout.page_bytes :].view(torch.int64)
         cursor = Cursor.of(words)
         cursor.saturated = torch.zeros(BLOCKS, dtype=torch.int64)
-        self.steps = EngineSteps(StatePool(states, cursor=cursor), certain=words[:, 8])
+        self.steps = EngineSteps(StatePool(states, backend=backend, cursor=cursor), certain=words[:, 8])
         self.memory = StepMemory.allocate(8, "cpu")
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []
@@ -206,8 +206,8 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return torch.cat([x, torch.full((width - len(x), *x.shape[1:]), float("nan"))])
 
 
-def play(name: str, config: ReplayConfig, seed: int, steps: int = 70) -> Engine:
-    engine = Engine(name, config, seed)
+def play(name: str, config: ReplayConfig, seed: int, steps: int = 70, backend: str = "torch") -> Engine:
+    engine = Engine(name, config, seed, backend)
     for _ in range(3):
         engine.arrive()
     for _ in range(steps):

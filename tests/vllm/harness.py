@@ -41,7 +41,19 @@ def environment() -> dict[str, str]:
 
 
 def drive(*runs: dict[str, Any], variables: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What the engines of these runs say, each {"tokens", ...} or {"error"}."""
+    """What the engines of these runs say, each {"tokens", ...} or {"error"}.
+
+    They share a process as far as vLLM allows it: after one with drafts the next does not start.
+    """
+    found: list[dict[str, Any]] = []
+    while len(found) < len(runs):
+        rest = runs[len(found) :]
+        last = next((i for i, run in enumerate(rest) if "speculative_config" in run["options"]), len(rest) - 1)
+        found += _one_process(rest[: last + 1], variables or {})
+    return found
+
+
+def _one_process(runs: Sequence[dict[str, Any]], variables: Mapping[str, str]) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"runs": runs}, file)
         file.flush()
@@ -49,7 +61,7 @@ def drive(*runs: dict[str, Any], variables: Mapping[str, str] | None = None) -> 
             [sys.executable, str(HERE / "drive.py"), file.name],
             capture_output=True,
             text=True,
-            env=environment() | dict(variables or {}),
+            env=environment() | dict(variables),
             timeout=900,
         )
     mark = "RESULT "

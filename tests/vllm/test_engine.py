@@ -160,6 +160,20 @@ def test_drafts(family: str, models: Any) -> None:
 
 
 @engine
+@pytest.mark.parametrize("lengths", [[4] * 8, [5] * 8, [4, 9, 4, 1, 2, 4, 3, 12]], ids=str)
+def test_prompts_as_long_as_a_step_with_drafts(lengths: list[int], models: Any) -> None:
+    """Their phase decides, not their shape: all of a prompt's tokens stay."""
+    model, options = models("nemotron_h"), {"prompts": prompts(lengths, seed=7), "max_num_seqs": 4}
+    stock, ours, chunked = drive(
+        spec(model, **options),
+        spec(model, {"window": 8}, speculative_config=NGRAM, **options),
+        spec(model, {"window": 8}, speculative_config=NGRAM, max_num_batched_tokens=12, **options),
+    )
+    assert ours["tokens"] == stock["tokens"]
+    assert chunked["tokens"] == stock["tokens"]
+
+
+@engine
 @pytest.mark.parametrize("family", ["nemotron_h", "mamba2", "falcon_h1"])
 def test_prefix_hits(family: str, models: Any) -> None:
     """vLLM 0.32.0 itself fails with an IndexError here, with and without plug-ins: the oracle has no prefix cache."""
