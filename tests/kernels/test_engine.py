@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from replayssm import ReplayConfig
 from replayssm.attach.vllm.steps import EngineSteps, StepMemory
 from replayssm.recurrences import Recurrence, get
 from replayssm.recurrences.gdn import gates_triton as delta
 from replayssm.recurrences.mamba2 import gates_triton as ssm
 
+from ..engine.test_steps import play
 from .harness import DEVICE
 from .test_plan import VERIFY_LEN, pools
 
@@ -50,6 +52,13 @@ def test_whole_steps(rows: int, kind: str) -> None:
         for name, counter in theirs.pool.cursor.items():
             assert torch.equal(getattr(ours.pool.cursor, name), counter), name
         noted = theirs.certain.clone()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the scheduler keeps its pages on the CPU")
+@pytest.mark.parametrize("name", ["mamba2", "gdn"])
+def test_a_scripted_scheduler(name: str) -> None:
+    """Pages, cursors in them, drafts, prompts and preemption, with kernels in place of the torch back end."""
+    assert play(name, ReplayConfig(window=6, verify_len=4), 0, steps=14, backend="triton").worst < 5e-5
 
 
 def own(name: str) -> Recurrence:

@@ -1,4 +1,4 @@
-"""Engines of vLLM, one after the other in a process of their own: `python drive.py SPEC.json` prints what they generate.
+"""Engines of vLLM, one after the other in a process of their own: `python drive.py SPEC.json` prints what they say.
 
 A specification has "runs", each with
 
@@ -116,6 +116,6 @@ if __name__ == "__main__":
     for each in specification["runs"]:
         try:
             result = run(each)
-        except Exception as error:  # noqa: BLE001 - the test says what it expects
+        except Exception as error:  # noqa: BLE001 -
             result = {"error": f"{type(error).__name__}: {error}"}
         print(MARK + json.dumps(result), flush=True)

@@ -33,23 +33,35 @@ def spec(model: Path, replay: Mapping[str, Any] | None = None, **options: Any) -
     return {"options": arguments, "prompts": prompts(), "tokens": 40} | own
 
 
-def drive(*runs: dict[str, Any], environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What the engines of these runs say, each {"tokens", ...} or {"error"}."""
+def environment() -> dict[str, str]:
+    """Variables of a process that runs vLLM."""
+    folders = [str(ROOT / "src"), *([] if torch.cuda.is_available() else [str(HERE / "stubs")])]
+    given = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*folders, *([given] if given else [])]), "OMP_NUM_THREADS": "1"}
+
+
+def drive(*runs: dict[str, Any], variables: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What the engines of these runs say, each {"tokens", ...} or {"error"}.
+
+    They share a process as far as vLLM allows it: after one with drafts the next does not start.
+    """
+    found: list[dict[str, Any]] = []
+    while len(found) < len(runs):
+        rest = runs[len(found) :]
+        last = next((i for i, run in enumerate(rest) if "speculative_config" in run["options"]), len(rest) - 1)
+        found += _one_process(rest[: last + 1], variables or {})
+    return found
+
+
+def _one_process(runs: Sequence[dict[str, Any]], variables: Mapping[str, str]) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"runs": runs}, file)
         file.flush()
-        path = os.pathsep.join(
-            [
-                str(ROOT / "src"),
-                *([] if torch.cuda.is_available() else [str(HERE / "stubs")]),
-                os.environ.get("PYTHONPATH", ""),
-            ]
-        )
         done = subprocess.run(
             [sys.executable, str(HERE / "drive.py"), file.name],
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            env=environment() | dict(variables),
             timeout=900,
         )
     mark = "RESULT "

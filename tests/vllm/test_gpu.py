@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import drive, spec
-from tiny import save
 
 pytest.importorskip("vllm")
+
+from .harness import drive, spec
+from .tiny import save
+
 pytestmark = pytest.mark.gpu
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -82,3 +82,15 @@ def save(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
     model.to(dtype).save_pretrained(folder / family)
     return folder / family
+
+
+def add_tokenizer(model: Path) -> Path:
+    """Let the checkpoint have a tokenizer: token i is the word "ti"."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.decoder = decoders.Sequence([decoders.Replace("t", " t")])
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0").save_pretrained(model)
+    return model

@@ -101,8 +101,8 @@ def save_config(fields: Mapping[str, Any], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    # the engine in the process itself: its steps are called one by one
-    return os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    # the engine in the process itself, unless the environment says otherwise: its steps are called one by one
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"} | os.environ
 
 
 def _row(model: str, request: EngineRequest, side: str, found: Mapping[str, Any], ordinary: dict[int, float]) -> Row:
@@ -217,7 +217,7 @@ def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> 
         begin = time.perf_counter()
         step()
         times.append(1e6 * (time.perf_counter() - begin))
-    tokens = sum(lengths.values()) - before
+    produced = sum(lengths.values()) - before
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
@@ -227,8 +227,8 @@ def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> 
         "low_us": ordered[0],
         "high_us": ordered[-1],
         "p99_over_p50": ordered[int(0.99 * (len(times) - 1))] / ordered[len(times) // 2],
-        "tok_s": 1e6 * tokens / total,
-        "tokens": tokens,
+        "tok_s": 1e6 * produced / total,
+        "tokens": produced,
         "context": request.context,
     }
 

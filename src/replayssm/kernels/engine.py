@@ -76,7 +76,9 @@ def engine_kernel(
     | accepted | [B] int32 | in | tokens of its last step that each row kept; DRAFTS only |
     | certain | [B] bool | in | rows whose tokens all stay; CERTAIN_EACH only, else all do |
     | noted | [slots] int64 | in/out | tokens of a slot's last step if all were certain, else 0 |
-    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor; slots lie `each` apart, as `noted` does |
+    | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor |
+
+    Counters of the cursor, and `noted`, lie `each` elements apart.
     """
     offsets = tl.arange(0, BLOCK).to(tl.int64)
     due_rows = tl.zeros([], tl.int32)

@@ -36,6 +36,7 @@ class ReplayLayer:
     replay_recurrence: Recurrence
     replay_binding: EngineBinding
     replay_layout: StateLayout | None = None
+    _warming_up = False
     replay_number = 0
     """Which of its pool's layers this one is."""
     kv_cache: Any
@@ -65,6 +66,8 @@ class ReplayLayer:
     def get_state_dtype(self) -> Any:
         if self.replay_layout is None:
             return super().get_state_dtype()  # type: ignore[misc]
+        if self._warming_up:
+            return self._stock_dtypes[0], self.replay_layout.compute_dtype
         return pages.dtypes_of(self._stock_dtypes)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -89,8 +92,12 @@ class ReplayLayer:
         """The layer's convolution and core; `stock` is vLLM's method for them."""
         metadata = get_forward_context().attn_metadata
         found = metadata.get(self.prefix) if isinstance(metadata, dict) else None
-        if found is None:  # memory is being measured: nothing is kept
-            return stock(*args)
+        if found is None:  # memory is measured, and vLLM tunes its scans: for states as prompts will have them
+            self._warming_up = True
+            try:
+                return stock(*args)
+            finally:
+                self._warming_up = False
         first = 0
         if found.decode is not None:
             first = found.decode.tokens

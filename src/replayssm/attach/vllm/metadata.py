@@ -120,7 +120,10 @@ class ReplayBuilder:
         prefilling = m.is_prefilling if m.is_prefilling is not None else torch.zeros(m.num_reqs, dtype=torch.bool)
         first = prefilling & (m.seq_lens_cpu_upper_bound == lengths) & (lengths > 0)
         if bool(first.any()):
-            steps.restart(blocks[first.nonzero().squeeze(1).to(blocks.device)])
+            fresh = blocks[first.nonzero().squeeze(1).to(blocks.device)]
+            steps.restart(fresh)
+            for layer in self._layers:  # a prompt's scan begins with nothing by itself, the ring's convolution does not
+                layer.kv_cache[0][fresh] = 0
         ring = self._ring_rows(lengths, prefilling)
         decode = None
         if ring and self._width == 1:

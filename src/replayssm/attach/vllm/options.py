@@ -91,13 +91,18 @@ def _feature_refusal(vllm_config: Any) -> str | None:
         return "vLLM's own --use-replayssm is on as well; leave one of the two out"
     if cache.mamba_cache_mode == "all":
         return (
-            "mamba cache mode 'all' wants a state at every block boundary inside of a prompt, where one scan leaves only "
-            "the last; use --mamba-cache-mode align"
+            "mamba cache mode 'all' wants a state at every block boundary of a prompt, and a scan leaves the last one "
+            "only; use --mamba-cache-mode align"
         )
     if cache.enable_prefix_caching and drafts(vllm_config):
         return (
             "with drafts the state at a block boundary is not known until they are judged, and vLLM would publish the "
             "page behind them; leave out --speculative-config or add --no-enable-prefix-caching"
+        )
+    if drafts(vllm_config) and not vllm_config.model_config.is_hybrid:
+        return (
+            "vLLM tells its layers how many drafts were accepted in hybrid models only, and this one has no attention; "
+            "leave out --speculative-config"
         )
     if vllm_config.kv_transfer_config is not None:
         return "pages that a KV connector moves have not been tried; start without --kv-transfer-config"

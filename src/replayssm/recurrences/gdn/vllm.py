@@ -25,7 +25,8 @@ def conv(layer: Any) -> tuple[Tensor, Tensor | None, str]:
 def inputs(layer: Any, geometry: Geometry, convolved: Tensor, gates: tuple[Tensor, ...]) -> dict[str, Tensor]:
     keys = geometry.key_heads * geometry.key_dim
     q, k, v = convolved.split([keys, keys, geometry.heads * geometry.value_dim], dim=-1)
-    log_decay, beta = activated(*gates, layer.A_log, layer.dt_bias)
+    a, b = gates
+    log_decay, beta = activated(a, b, layer.A_log, layer.dt_bias)
     return {
         "q": q.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
         "k": k.unflatten(-1, (geometry.key_heads, geometry.key_dim)),

@@ -2,4 +2,4 @@
 
 from torchvision import io, transforms
 
-__version__ = "0.0.0"
+globals()["__version__"] = "0.28"
