@@ -7,15 +7,10 @@ import torch
 
 from replayssm import ReplayConfig
 from replayssm.attach.vllm.steps import EngineSteps, StepMemory
-from replayssm.recurrences import Recurrence, get
-from replayssm.recurrences.gdn import gates_triton as delta
-from replayssm.recurrences.mamba2 import gates_triton as ssm
 
 from ..engine.test_steps import play
 from .harness import DEVICE
 from .test_plan import VERIFY_LEN, pools
-
-SPREAD = torch.tensor([-90.0, -20, -12, -5, -1, -1e-3, 0, 1e-3, 1, 5, 19, 20, 20.1, 80])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 1100])
@@ -59,22 +54,3 @@ def test_whole_steps(rows: int, kind: str) -> None:
 def test_a_scripted_scheduler(name: str) -> None:
     """Pages, cursors in them, drafts, prompts and preemption, with kernels in place of the torch back end."""
     assert play(name, ReplayConfig(window=6, verify_len=4), 0, steps=14, backend="triton").worst < 5e-5
-
-
-def own(name: str) -> Recurrence:
-    return get(name)
-
-
-def test_step_size() -> None:
-    wide = torch.zeros(2, 3, 17, device=DEVICE)  # rows of something larger
-    raw = wide[..., 2:16]
-    raw.copy_(SPREAD)
-    bias = torch.linspace(-0.5, 0.5, 14, device=DEVICE)
-    torch.testing.assert_close(ssm.step_size(raw, bias), own("mamba2").step_size(raw, bias), rtol=2e-6, atol=0)
-
-
-def test_gates() -> None:
-    a, b = SPREAD.expand(3, 1, -1).to(DEVICE).contiguous(), torch.randn(3, 1, 14, device=DEVICE)
-    A_log, bias = torch.linspace(-1, 3, 14, device=DEVICE), torch.linspace(-0.5, 0.5, 14, device=DEVICE)
-    for one, other in zip(delta.gates(a, b, A_log, bias), own("gdn").gates(a, b, A_log, bias), strict=True):
-        torch.testing.assert_close(one, other, rtol=3e-6, atol=0)

@@ -129,6 +129,11 @@ def test_gates_are_right_over_their_whole_range(name: str, constants: tuple[floa
         gate_constants=constants,
         gates=found,
     )
+    # in a launch of their own they are the same, also as parts of something wider
+    alone = [torch.full_like(gate, torch.nan) for gate in found]
+    parts = [torch.cat([torch.full_like(x, torch.nan), x], 2)[..., x.shape[2] :] for x in given]
+    convolve.launch_gates(layout, parts, params, constants, alone)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(alone, found, strict=True))
     wide = mixer_of(name).gates(tuple(given), tuple(params), constants, geometry)
     for field, ours in zip(fields, found, strict=True):
         # a bounded gate has its rate inside of a sigmoid, which then rounds its argument

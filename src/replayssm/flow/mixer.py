@@ -54,13 +54,49 @@ def mix(
     if kernels is not None and step.width:
         parts = list(projected.conv)
         check_conv(pool.layers[layer], step, parts, weights.conv, weights.conv_bias, weights.activation)
-        y, gates = kernels.convolve(layer, step.plan, parts, weights, projected.gates, step.is_tree)
+        y, made = kernels.convolve(layer, step.plan, parts, weights, projected.gates, step.is_tree)
     else:
         y = causal_conv(pool, layer, step, projected.conv, weights.conv, weights.conv_bias, weights.activation)
-        gates = mixer.gates(projected.gates, weights.gates, weights.constants, layout.geometry)
-        gates = {name: gate.to(layout.compute_dtype) for name, gate in gates.items()}
-    inputs = {**mixer.inputs(layout.geometry, y), **gates}
+        made = _gates(pool, layer, mixer, projected.gates, weights.gates, weights.constants)
+    inputs = {**mixer.inputs(layout.geometry, y), **made}
     read = verify(pool, layer, step, inputs) if advance is None else advance(inputs)
     if kernels is not None and step.width:
         return kernels.gated_norm(read, projected.z, weights.norm)
     return weights.norm(read, projected.z)
+
+
+def gates(
+    pool: StatePool,
+    layer: int,
+    mixer: Mixer,
+    given: tuple[Tensor, ...],
+    params: tuple[Tensor, ...],
+    constants: tuple[float, ...],
+) -> dict[str, Tensor]:
+    """The gates alone, for engines that convolve themselves: the recurrence's "exact" inputs [B, T, *], by name.
+
+    Args:
+        pool: the pool.
+        layer: index into `pool.layers`.
+        mixer: of the layer's recurrence.
+        given: what its gates are made of [B, T, *], each contiguous within a token.
+        params: their contiguous parameters, in the order in which `mixer.gates` takes them.
+        constants: numbers that they need besides.
+    """
+    kernels = kernels_of(pool)
+    if kernels is not None:
+        return kernels.gates(layer, given, params, constants)
+    return _gates(pool, layer, mixer, given, params, constants)
+
+
+def _gates(
+    pool: StatePool,
+    layer: int,
+    mixer: Mixer,
+    given: tuple[Tensor, ...],
+    params: tuple[Tensor, ...],
+    constants: tuple[float, ...],
+) -> dict[str, Tensor]:
+    layout = pool.layers[layer].layout
+    made = mixer.gates(given, params, constants, layout.geometry)
+    return {name: gate.to(layout.compute_dtype) for name, gate in made.items()}

@@ -65,10 +65,9 @@ def convolve_kernel(
     pid = tl.program_id(0)
     if GATES > 0 and pid >= conv_programs:
         earlier_done(OVERLAP)
-        blocks: tl.constexpr = (GATES + GATE_BLOCK - 1) // GATE_BLOCK
-        item = ((pid - conv_programs) // blocks).to(tl.int64)
-        e = (pid - conv_programs) % blocks * GATE_BLOCK + tl.arange(0, GATE_BLOCK)
-        GATE(gate_inputs, gate_params, gates, item // T, item % T, item, e, e < GATES, CONSTANTS, H, N)
+        gate_block(
+            pid - conv_programs, gate_inputs, gate_params, gates, T, GATE, GATES, GATE_BLOCK, CONSTANTS, H, N
+        )  # fmt: skip
         return
     block = pid % BLOCKS
     first = (pid // BLOCKS).to(tl.int64) * ITEMS
@@ -79,6 +78,28 @@ def convolve_kernel(
                 plan_row, plan, items, carry, x[part], weight, bias, y, first, c, OFFSETS[part] + c,
                 c < CHANNELS[part], T, TOTAL, BLOCK, ITEMS, WIDTH, TAPS, CARRY_ROWS, SILU, IS_TREE, OVERLAP,
             )  # fmt: skip
+
+
+@triton.jit
+def gates_kernel(
+    gate_inputs, gate_params, gates,
+    T: tl.constexpr, GATE: tl.constexpr, GATES: tl.constexpr, GATE_BLOCK: tl.constexpr, CONSTANTS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The gates alone, where somebody else has convolved: a program per token and GATE_BLOCK gates."""
+    gate_block(tl.program_id(0), gate_inputs, gate_params, gates, T, GATE, GATES, GATE_BLOCK, CONSTANTS, H, N)
+
+
+@triton.jit
+def gate_block(
+    program, gate_inputs, gate_params, gates,
+    T: tl.constexpr, GATE: tl.constexpr, GATES: tl.constexpr, GATE_BLOCK: tl.constexpr, CONSTANTS: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (GATES + GATE_BLOCK - 1) // GATE_BLOCK
+    item = (program // blocks).to(tl.int64)
+    e = program % blocks * GATE_BLOCK + tl.arange(0, GATE_BLOCK)
+    GATE(gate_inputs, gate_params, gates, item // T, item % T, item, e, e < GATES, CONSTANTS, H, N)
 
 
 @triton.jit
@@ -163,7 +184,6 @@ def constants(
     """Compile-time arguments of `convolve_kernel`; `gates` is how many a token has, 0 without any."""
     geometry = layout.geometry
     return {
-        "T": tokens,
         "CHANNELS": channels,
         "OFFSETS": tuple(accumulate(channels, initial=0))[:-1],
         "TOTAL": sum(channels),
@@ -177,12 +197,20 @@ def constants(
         "SILU": activation is not None,
         "IS_TREE": is_tree,
         "OVERLAP": overlap,
+        **gate_constexprs(layout, tokens, gates, gate_constants),
+    }
+
+
+def gate_constexprs(layout: StateLayout, tokens: int, gates: int, gate_constants: tuple[float, ...]) -> dict[str, Any]:
+    """Compile-time arguments of `gates_kernel`, which makes `gates` numbers a token."""
+    return {
+        "T": tokens,
         "GATE": form_of(layout.recurrence).gate if gates else None,
         "GATES": gates,
         "GATE_BLOCK": GATE_BLOCK,
         "CONSTANTS": gate_constants,
-        "H": geometry.heads,
-        "N": geometry.key_dim,
+        "H": layout.geometry.heads,
+        "N": layout.geometry.key_dim,
     }
 
 
@@ -215,7 +243,7 @@ def launch_convolve(
         return
     overlap = overlaps(y.device)
     channels = tuple(part.shape[2] for part in x)
-    per_token = max((math.prod(gate.shape[2:]) for gate in gates), default=0)
+    per_token = _per_token(gates)
     blocks = sum(triton.cdiv(part, BLOCK) for part in channels)
     each = tokens_each(items, blocks, y.device)
     given = {
@@ -228,11 +256,39 @@ def launch_convolve(
         "weight": (weight, *weight.stride()),
         "bias": () if bias is None else (bias, bias.stride(0)),
         "y": y,
-        "gate_inputs": tuple((part, part.stride(0), part.stride(1)) for part in gate_inputs),
-        "gate_params": tuple(gate_params),
-        "gates": tuple(gates),
+        **_gate_arguments(gate_inputs, gate_params, gates),
     }
     programs = given["conv_programs"] + items * triton.cdiv(per_token, GATE_BLOCK)
     fixed = constants(layout, tokens, channels, each, activation, overlap, is_tree, per_token, tuple(gate_constants))
     early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     run(convolve_kernel, programs, given, fixed, num_warps=NUM_WARPS, **early)
+
+
+def launch_gates(
+    layout: StateLayout,
+    gate_inputs: Sequence[Tensor],
+    gate_params: Sequence[Tensor],
+    gate_constants: Sequence[float],
+    gates: Sequence[Tensor],
+) -> None:
+    """Run the gates of a layer's step alone: `gates` [B, T, *] of `gate_inputs` [B, T, *]; see `gates_kernel`."""
+    rows, tokens = gates[0].shape[:2]
+    per_token = _per_token(gates)
+    programs = rows * tokens * triton.cdiv(per_token, GATE_BLOCK)
+    if programs:
+        fixed = gate_constexprs(layout, tokens, per_token, tuple(gate_constants))
+        run(gates_kernel, programs, _gate_arguments(gate_inputs, gate_params, gates), fixed, num_warps=NUM_WARPS)
+
+
+def _gate_arguments(
+    gate_inputs: Sequence[Tensor], gate_params: Sequence[Tensor], gates: Sequence[Tensor]
+) -> dict[str, Any]:
+    return {
+        "gate_inputs": tuple((part, part.stride(0), part.stride(1)) for part in gate_inputs),
+        "gate_params": tuple(gate_params),
+        "gates": tuple(gates),
+    }
+
+
+def _per_token(gates: Sequence[Tensor]) -> int:
+    return max((math.prod(gate.shape[2:]) for gate in gates), default=0)

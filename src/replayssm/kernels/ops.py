@@ -14,7 +14,7 @@ from torch import Tensor
 from replayssm.kernels import materialize as template
 from replayssm.kernels import plan as cursors
 from replayssm.kernels.compact import launch_compact
-from replayssm.kernels.convolve import launch_convolve
+from replayssm.kernels.convolve import launch_convolve, launch_gates
 from replayssm.kernels.engine import launch_engine_step
 from replayssm.kernels.gated_norm import launch_gated_norm
 from replayssm.kernels.launch import launch_verify, workspace
@@ -159,6 +159,18 @@ def convolve_op(
     )
 
 
+@torch.library.custom_op("replayssm::gates", mutates_args={"gates"})
+def gates_op(
+    gate_inputs: Sequence[Tensor],
+    gate_params: Sequence[Tensor],
+    gate_constants: Sequence[float],
+    gates: Sequence[Tensor],
+    layout: int,
+) -> None:
+    """The gates of one layer's step alone, into `gates` [B, T, *]."""
+    launch_gates(numbered(layout), gate_inputs, gate_params, gate_constants, gates)
+
+
 @torch.library.custom_op("replayssm::gated_norm", mutates_args={"out"})
 def gated_norm_op(
     y: Tensor,
@@ -203,7 +215,18 @@ def _writes_only(*args: object) -> None:
     """What these operators do to tensors whose memory is not there: nothing."""
 
 
-for _op in (settle_op, commit_op, compact_op, verify_op, convolve_op, gated_norm_op, fold_op, materialize_op, read_op):
+for _op in (
+    settle_op,
+    commit_op,
+    compact_op,
+    verify_op,
+    convolve_op,
+    gates_op,
+    gated_norm_op,
+    fold_op,
+    materialize_op,
+    read_op,
+):
     _op.register_fake(_writes_only)
 
 
@@ -338,14 +361,7 @@ class Kernels:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The same, and the recurrence's "exact" inputs, made of the gate inputs `given`, by name."""
         y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
-        layout = self._pool.layers[layer].layout
-        gates = {
-            field.name: torch.empty(
-                *y.shape[:2], *field.shape(layout.geometry), dtype=torch.float32, device=plan.device
-            )
-            for field in layout.recurrence.inputs
-            if field.dtype == "exact"
-        }
+        gates = self._gates_output(layer, y)
         convolve_op(
             plan,
             self._carry(layer),
@@ -362,6 +378,24 @@ class Kernels:
             is_tree,
         )
         return y, gates
+
+    def gates(
+        self, layer: int, given: Sequence[Tensor], params: Sequence[Tensor], constants: Sequence[float]
+    ) -> dict[str, Tensor]:
+        """As `flow.mixer.gates`."""
+        out = self._gates_output(layer, given[0])
+        number = self._pool.layout_numbers[layer]
+        gates_op([_dense(part) for part in given], list(params), list(constants), list(out.values()), number)
+        return out
+
+    def _gates_output(self, layer: int, like: Tensor) -> dict[str, Tensor]:
+        """The recurrence's "exact" inputs of the tokens of `like` [B, T, *], by name."""
+        layout = self._pool.layers[layer].layout
+        return {
+            field.name: like.new_empty(*like.shape[:2], *field.shape(layout.geometry), dtype=torch.float32)
+            for field in layout.recurrence.inputs
+            if field.dtype == "exact"
+        }
 
     def gated_norm(self, y: Tensor, z: Tensor, norm: Norm) -> Tensor:
         """As `Norm` itself."""

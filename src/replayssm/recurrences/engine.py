@@ -16,6 +16,7 @@ from torch import Tensor
 
 from replayssm.recurrences import registry
 from replayssm.recurrences.base import Geometry, Recurrence
+from replayssm.recurrences.mixer import Mixer
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Tokens:
 
     Args:
         raw: inputs of the convolution [n, channels], in the model's dtype.
-        gates: what else the core receives per token, each [n, ...].
+        gates: what gates are made of, each [n, ...].
         out: where the core's output goes [n, H, P], in any floating dtype.
     """
 
@@ -43,7 +44,8 @@ class EngineBinding:
         forward: name of its method that runs convolution and core, with tokens as the first dim of every argument.
         split: (layer, *arguments of that method) -> their tokens.
         conv: layer -> weight [channels, taps], bias [channels] or None, activation of the convolution.
-        inputs: (layer, geometry, convolved [B, T, channels], gates [B, T, ...]) -> the fields of `Recurrence.inputs`.
+        mixer: of the recurrence: how the convolution's output is divided, and what gates are made of it.
+        gates: layer -> parameters of its gates, and the numbers that they need besides, as `Mixer.gates` takes them.
         params: layer -> the fields of `Recurrence.params`.
         state: the engine's own states [rows, H, P, N] -> a view [rows, H, N, P] of them.
         core: name of the operator that runs `forward` on a CPU, where that is not the method itself.
@@ -55,7 +57,8 @@ class EngineBinding:
     forward: str
     split: Callable[..., Tokens]
     conv: Callable[[Any], tuple[Tensor, Tensor | None, str]]
-    inputs: Callable[..., dict[str, Tensor]]
+    mixer: Mixer
+    gates: Callable[[Any], tuple[tuple[Tensor, ...], tuple[float, ...]]]
     params: Callable[[Any], dict[str, Tensor]]
     state: Callable[[Tensor], Tensor]
     core: str | None = None

@@ -22,6 +22,7 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from replayssm.attach.vllm import options, pages
 from replayssm.attach.vllm.conv import channels_first, convolve, history
 from replayssm.attach.vllm.metadata import DecodeRows, PromptRows, ReplayMetadata, replay_backend
+from replayssm.flow.mixer import gates
 from replayssm.flow.prefill import load, state_before
 from replayssm.flow.verify import verify
 from replayssm.recurrences.base import Recurrence
@@ -112,8 +113,9 @@ class ReplayLayer:
         convolved = convolve(
             tokens.raw, self.kv_cache[0], *self.replay_binding.conv(self), rows, layout.geometry.conv_width
         )
-        gates = tuple(rows.spread(x) for x in tokens.gates)
-        inputs = self.replay_binding.inputs(self, layout.geometry, rows.spread(convolved), gates)
+        binding, given = self.replay_binding, tuple(rows.spread(x) for x in tokens.gates)
+        made = gates(pool, self.replay_number, binding.mixer, given, *binding.gates(self))
+        inputs = {**binding.mixer.inputs(layout.geometry, rows.spread(convolved)), **made}
         if rows.gather is None:
             verify(pool, self.replay_number, step, inputs, out=tokens.out.unflatten(0, (-1, step.width)))
         else:

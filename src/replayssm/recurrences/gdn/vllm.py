@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.engine import EngineBinding, Tokens
-from replayssm.recurrences.gdn.spec import GatedDeltaNet
+from replayssm.recurrences.gdn.mixer import MIXER
 
 
 def split(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Tokens:
@@ -22,26 +21,8 @@ def conv(layer: Any) -> tuple[Tensor, Tensor | None, str]:
     return weight.view(weight.shape[0], weight.shape[-1]), layer.conv1d.bias, layer.activation
 
 
-def inputs(layer: Any, geometry: Geometry, convolved: Tensor, gates: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    keys = geometry.key_heads * geometry.key_dim
-    q, k, v = convolved.split([keys, keys, geometry.heads * geometry.value_dim], dim=-1)
-    a, b = gates
-    log_decay, beta = activated(a, b, layer.A_log, layer.dt_bias)
-    return {
-        "q": q.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
-        "k": k.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
-        "v": v.unflatten(-1, (geometry.heads, geometry.value_dim)),
-        "log_decay": log_decay,
-        "beta": beta,
-    }
-
-
-def activated(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    if a.device.type == "cpu":
-        return GatedDeltaNet.gates(a, b, A_log, dt_bias)
-    from replayssm.recurrences.gdn import gates_triton
-
-    return gates_triton.gates(a, b, A_log, dt_bias)
+def gates(layer: Any) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    return (layer.A_log, layer.dt_bias), (1.0,)
 
 
 def state(states: Tensor) -> Tensor:
@@ -63,7 +44,8 @@ BINDING = EngineBinding(
     forward="_forward_core",
     split=split,
     conv=conv,
-    inputs=inputs,
+    mixer=MIXER,
+    gates=gates,
     params=lambda layer: {},
     state=state,
     core="cpu_gdn_attention_core",

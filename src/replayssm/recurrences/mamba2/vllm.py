@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm.recurrences.base import Geometry
 from replayssm.recurrences.engine import EngineBinding, Tokens
-from replayssm.recurrences.mamba2.spec import Mamba2
+from replayssm.recurrences.mamba2.mixer import MIXER
 
 
 def split(layer: Any, projected_states: Tensor, output: Tensor) -> Tokens:
@@ -23,23 +22,8 @@ def conv(layer: Any) -> tuple[Tensor, Tensor | None, str]:
     return layer.conv_weights, layer.conv1d.bias, layer.activation
 
 
-def inputs(layer: Any, geometry: Geometry, convolved: Tensor, gates: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    keys = geometry.key_heads * geometry.key_dim
-    x, B, C = convolved.split([geometry.heads * geometry.value_dim, keys, keys], dim=-1)
-    return {
-        "x": x.unflatten(-1, (geometry.heads, geometry.value_dim)),
-        "B": B.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
-        "C": C.unflatten(-1, (geometry.key_heads, geometry.key_dim)),
-        "dt": step_size(gates[0], layer.dt_bias),
-    }
-
-
-def step_size(raw: Tensor, bias: Tensor) -> Tensor:
-    if raw.device.type == "cpu":
-        return Mamba2.step_size(raw, bias)
-    from replayssm.recurrences.mamba2 import gates_triton
-
-    return gates_triton.step_size(raw, bias)
+def gates(layer: Any) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    return (layer.dt_bias,), ()
 
 
 def params(layer: Any) -> dict[str, Tensor]:
@@ -63,7 +47,8 @@ BINDING = EngineBinding(
     forward="conv_ssm_forward",
     split=split,
     conv=conv,
-    inputs=inputs,
+    mixer=MIXER,
+    gates=gates,
     params=params,
     state=transposed,
 )
