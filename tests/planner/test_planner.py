@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ from replayssm.bench.geometries import find
 from replayssm.bench.rows import Report
 from replayssm.bench.steps import fewer_layers
 from replayssm.cli.app import app
+from replayssm.config import ReplayConfig
 from replayssm.planner.compare import LIMIT, differences, step_differences, summary
 from replayssm.planner.gpus import H200, Fit
 from replayssm.planner.model import config_of, known_configs, read_fields, sizes_of
 from replayssm.planner.step import MEASURED, Workload, plan
+from replayssm.state.layout import StateLayout
+from replayssm.state.pool import LayerState, StatePool
 
 from ..attach import models
 from ..attach.helpers import cache_name
@@ -138,6 +143,30 @@ def test_memory_and_time_follow_from_the_layout() -> None:
     copied = plan(sizes, H200, "fp32+fp8", Workload(256, 1024), window=16)
     assert copied.memory.read_copy > 0 and copied.time.state < found.time.state
     assert not copied.is_measured  # with this window
+
+
+MEMORY = json.loads((BENCHMARKS / "speculation" / "results" / "memory.json").read_text())
+
+
+@pytest.mark.parametrize("row", MEMORY["rows"], ids=lambda row: f"{row['model']}-{row['verify_len']}")
+def test_the_table_of_memory_is_that_of_a_pool(row: dict[str, Any]) -> None:
+    model, tokens = find(row["model"]), row["verify_len"]
+    config = ReplayConfig(window=MEMORY["conditions"]["window"], verify_len=tokens)
+    layout = StateLayout(model.replayed, model.geometry, config, torch.bfloat16)
+    params = {field.name: torch.zeros(field.shape(model.geometry)) for field in model.replayed.params}
+    pool = StatePool([LayerState.allocate(layout, 1, "cpu", params)])
+    tensors = [(name, tensor.nbytes) for layer in pool.layers for name, tensor in layer.tensors.items()]
+    assert sum(size for _, size in tensors) * row["recurrent_layers"] == sum(row["replay_bytes"].values())
+    states = sum(size for name, size in tensors if name == "checkpoint")
+    assert tokens * states * row["recurrent_layers"] == row["snapshot_bytes"]["states"]
+    assert row["recurrent_layers"] == model.layers
+    assert row["fit"]["replay"] > row["fit"]["snapshots"] > 0
+
+
+def test_the_table_of_memory_is_current(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory.py"])
+    runpy.run_path(str(BENCHMARKS / "speculation" / "memory.py"), run_name="__main__")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == MEMORY["rows"]
 
 
 def test_the_fastest_window_is_taken() -> None:
