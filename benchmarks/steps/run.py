@@ -46,6 +46,7 @@ from peers.vllm_mamba2_peers import VllmMamba2Given, VllmMamba2SnapshotsGiven  #
 
 from replayssm import ReplayConfig, flow  # noqa: E402
 from replayssm.attach.transformers.sequences import Sequences  # noqa: E402
+from replayssm.bench import html  # noqa: E402
 from replayssm.bench.candidate import Config  # noqa: E402
 from replayssm.bench.cases import MODEL_DTYPE, Case  # noqa: E402
 from replayssm.bench.geometries import MODELS, Model  # noqa: E402
@@ -206,11 +207,12 @@ def main() -> int:
     parser.add_argument("--stage", action="append", choices=list(STAGES), help="only these stages, in the order given")
     parser.add_argument("--steps", type=int, default=1000, help="steps to time")
     parser.add_argument("--commit", help="what the conditions say was measured, where there is no git")
+    parser.add_argument("--report", type=Path, help="an HTML file of all stages, rewritten after each")
     parser.add_argument("--toy", type=Path, help="a dry run on the CPU with this config.json in place of every model")
     options = parser.parse_args()
     device = torch.device("cpu" if options.toy else "cuda")
     session = Session(device, Report(Conditions.collect(device, options.commit), options.out / "kernels.json"))
-    status = 0
+    status, reports = 0, []
     for name in options.stage or STAGES:
         stage = STAGES[name]
         print(f"--- {name}", flush=True)
@@ -232,6 +234,9 @@ def main() -> int:
         recurrence = sizes_of(name, config_of(read_fields(request.model))).recurrent[0][0].name
         report = run(request, partial(peers_of, recurrence, session))
         status |= bool(report.refusals)
+        reports.append(report)
+        if options.report is not None:
+            html.write(reports, options.report)
     return status
 
 

@@ -162,11 +162,13 @@ def test_the_command(tmp_path: Path) -> None:
     config.write_text(json.dumps(fields_of("qwen3_5")))
     out = tmp_path / "steps.json"
     words = [str(config), "--device", "cpu", "-b", "2", "--context", "64", "--steps", "4", "--window", "4"]
-    shown = run(*words, "--format", "fp32", "--format", "fp32+bf16", "--json", str(out))
+    page = tmp_path / "steps.html"
+    shown = run(*words, "--format", "fp32", "--format", "fp32+bf16", "--json", str(out), "--report", str(page))
     assert shown.exit_code == 0, shown.output
     assert "no state part" in shown.output
     report = Report.load(out)
     assert [row.format for row in report.rows if row.what == "model replay"] == ["fp32", "fp32+bf16"]
+    assert "fp32+bf16 W=4: replay" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,9 @@ def step(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the rows to this file.", show_default=False)
     ] = None,
+    report_out: Annotated[
+        Path | None, typer.Option("--report", help="Write charts and tables to this HTML file.", show_default=False)
+    ] = None,
 ) -> None:
     """Time the complete decode step of a model with random bf16 weights, with and without replay.
 
@@ -135,11 +138,28 @@ def step(
                 device=device,
                 json_out=json_out,
                 read_window=read_window,
+                report_out=report_out,
             )
         )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         _fail(str(error))
     raise typer.Exit(1 if report.refusals else 0)
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="JSON files of `bench step` or `benchmarks/steps`.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("steps.html"),
+) -> None:
+    """Draw measured decode steps: one HTML file with charts, tables and conditions, which needs no other file."""
+    from replayssm.bench.html import write
+    from replayssm.bench.rows import Report
+
+    try:
+        write([Report.load(path) for path in results], out)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    typer.echo(f"{out} has the report.", err=True)
 
 
 @app.command()

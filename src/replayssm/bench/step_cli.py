@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from replayssm.bench import html
 from replayssm.bench.rows import Conditions, Report
 from replayssm.bench.show import headline
 from replayssm.bench.steps import (
@@ -39,6 +40,7 @@ class Request:
         batches, contexts, formats: every combination is measured, large batches first.
         window, verify_len, accepted: as in `StepCase`.
         read_window: window of formats with a read copy, whose folds cost more; `window` where it is None.
+        report_out: where a page of charts goes in the end, or None.
         steps: steps to time.
         device: "cuda", or "cpu" for a dry run.
         json_out: where rows go, or None.
@@ -58,6 +60,7 @@ class Request:
     json_out: Path | None
     commit: str | None = None
     read_window: int | None = None
+    report_out: Path | None = None
 
     def cases(self) -> list[StepCase]:
         """What is measured; ValueError where that makes no sense."""
@@ -101,6 +104,8 @@ def run(request: Request, others: Others = lambda case: ()) -> Report:
         bench.measure(case, [*others(case), *plain, ReplaySide(), *unfused])
         gc.collect()
     print_table(report)
+    if request.report_out is not None:
+        html.write([report], request.report_out)
     return report
 
 

@@ -227,6 +227,9 @@ def plan(
     ] = 4,
     accepted: Annotated[int | None, typer.Option(help="Tokens of it that stay.", show_default="all but one")] = None,
     window: Annotated[int | None, typer.Option(help="Window to predict for.", show_default="the fastest")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Its first layers only, where all do not fit.", show_default="all", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")] = False,
 ) -> None:
     """Predict memory, sequences that fit, and the decode step of a model on a GPU, without having one."""
@@ -243,6 +246,7 @@ def plan(
                 verify_len=verify_len,
                 accepted=max(1, verify_len - 1) if accepted is None else accepted,
                 window=window,
+                layers=layers,
                 as_json=as_json,
             )
         )

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
+from replayssm.bench.steps import fewer_layers
 from replayssm.cli.errors import CliError
-from replayssm.planner.gpus import Gpu, find_gpu
+from replayssm.planner.gpus import Fit, Gpu, find_gpu
 from replayssm.planner.model import ModelSizes, config_of, read_fields, sizes_of
 from replayssm.planner.step import Plan, Workload, plans, weight_bytes
 
@@ -33,6 +34,7 @@ class Request:
         precisions: as `replayssm eval` names them.
         verify_len, accepted: tokens of a speculative step, and how many of them stay; 1 leaves it out.
         window: to predict for; None searches for the best.
+        layers: of the model, the first ones; None for all.
         as_json: print JSON instead of tables.
     """
 
@@ -44,6 +46,7 @@ class Request:
     verify_len: int
     accepted: int
     window: int | None
+    layers: int | None
     as_json: bool
 
 
@@ -51,7 +54,8 @@ def run(request: Request) -> None:
     """Predict and print."""
     try:
         gpu = find_gpu(request.gpu)
-        model = sizes_of(request.model, config_of(read_fields(request.model)))
+        fields = fewer_layers(read_fields(request.model), request.layers)
+        model = sizes_of(request.model, config_of(fields))
         steps = [(1, 1)] if request.verify_len == 1 else [(1, 1), (request.verify_len, request.accepted)]
         workloads = [Workload(batch, request.context, *tokens) for tokens in steps for batch in request.batches]
         found = plans(model, gpu, request.precisions, workloads, request.window)
@@ -97,7 +101,10 @@ def show(model: ModelSizes, gpu: Gpu, found: Sequence[Plan]) -> None:
         f"{model.attention_layers} with attention; {gpu.name}, {gpu.memory_bytes / 1e9:.0f} GB"
     )
     if weights > gpu.memory_bytes:
-        console.print(f"The weights do not fit on one {gpu.name}: times are those of a GPU that had room for them.")
+        console.print(
+            f"The weights do not fit on one {gpu.name}: times are those of a GPU that had room for them, and --layers "
+            "counts what fits beside the first layers only."
+        )
     context = found[0].workload.context
     memory = _table(f"MiB of a sequence of {context} tokens", "precision", "step", "checkpoint", "read copy", "ring")
     for heading in ("carry", "keys, values", "all", "fit", "ordinary: all", "fit"):
@@ -137,20 +144,25 @@ def show(model: ModelSizes, gpu: Gpu, found: Sequence[Plan]) -> None:
 
 
 def _conditions(gpu: Gpu, found: Sequence[Plan]) -> list[str]:
-    fit = gpu.fit
     lines = [
-        f"Layer times: {fit.rows} measured rows of an H200 ({fit.source}) differ from the prediction by "
-        f"{fit.median:.1%} in the median and {fit.worst:.0%} at most, {fit.beyond} of them by more than 15 %.",
-        "The rest of the step is a bound by bytes, products and launches that no measurement has confirmed yet.",
+        _accuracy("Layer times", gpu.fit),
+        _accuracy("Complete steps", gpu.step_fit),
         f"{gpu.name}: {gpu.note}.",
     ]
     if not all(plan.is_measured for plan in found):
-        lines.insert(1, "* No layer was measured with this precision, window and number of tokens.")
+        lines.append("* No layer was measured with this precision, window and number of tokens.")
     if any(plan.workload.verify_len > 1 for plan in found):
         lines.append(
             "With drafts, ordinary means a snapshot of the state per token; over plain counts accepted tokens."
         )
     return lines
+
+
+def _accuracy(what: str, fit: Fit) -> str:
+    return (
+        f"{what}: {fit.rows} measured rows of an H200 ({', '.join(fit.sources)}) differ from the prediction by "
+        f"{fit.median:.1%} in the median and {fit.worst:.0%} at most, {fit.beyond} of them by more than 15 %."
+    )
 
 
 def _step(plan: Plan) -> str:

@@ -13,11 +13,17 @@ class KernelCosts:
         launch_us: a replay step over almost nothing.
         ramp_us, ramp_half_us: what a step takes longer because the GPU is not full at its begin and end; half of it is
             there when the work itself takes ramp_half_us.
+        draft_launch_us: what a step with drafts takes longer, however small: its launches wait for one another, where a
+            single token may do with one.
+        draft_us: of a million elements of a state for each draft, once for what outputs read and again for what a delta
+            rule reads.
         read_gb_s: bytes of a step that does not flush.
         fold_gb_s: bytes of a flush, which reads and writes.
-        cast_us, probe_us: of a million elements of a state in fewer than 32 bits; the second once for what outputs read
-            and again for what a delta rule reads.
+        cast_us, probe_us: of a million elements of a state in 16 bits; the second once for what outputs read and again
+            for what a delta rule reads.
         fold_cast_us: of a million elements of such a state in a flush.
+        code_us, code_probe_us, code_fold_us: the same of a state in 8 or 4 bits.
+        code_solve_us: of a million elements of such a copy in a flush of a delta rule, which solves its window again.
         channel_us: of a million decayed key channels of records in the ring.
         stagger: time of a step in which some rows flush, over the sum of its parts.
         ordinary_launch_us, ordinary_gb_s: of an ordinary kernel, which reads and writes the state.
@@ -26,11 +32,17 @@ class KernelCosts:
     launch_us: float
     ramp_us: float
     ramp_half_us: float
+    draft_launch_us: float
+    draft_us: float
     read_gb_s: float
     fold_gb_s: float
     cast_us: float
     probe_us: float
     fold_cast_us: float
+    code_us: float
+    code_probe_us: float
+    code_fold_us: float
+    code_solve_us: float
     channel_us: float
     stagger: float
     ordinary_launch_us: float
@@ -44,20 +56,20 @@ class KernelCosts:
 
 @dataclass(frozen=True)
 class Fit:
-    """How far the prediction of a layer's time is from measurements.
+    """How far predicted times are from measured ones.
 
     Args:
         rows: measured rows.
         median, worst: of the relative differences.
         beyond: how many rows differ by more than 15 %.
-        source: the file of the rows, in `benchmarks/kernels/results`.
+        sources: files of the rows, in `benchmarks`; of rows that are in several, those in the last one count.
     """
 
     rows: int
     median: float
     worst: float
     beyond: int
-    source: str
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,10 @@ class Gpu:
         read_gb_s: large reads.
         launch_us: a small launch in a CUDA graph.
         matmul_tflops: bf16 products, as they are reached.
+        attention_gb_s: keys and values.
         kernels: costs of the state's kernels.
-        fit: how well these agree with measurements.
+        fit: how well predicted layers agree with measured ones.
+        step_fit: the same of complete steps.
         note: where the numbers come from.
     """
 
@@ -80,36 +94,54 @@ class Gpu:
     read_gb_s: float
     launch_us: float
     matmul_tflops: float
+    attention_gb_s: float
     kernels: KernelCosts
     fit: Fit
+    step_fit: Fit
     note: str
 
 
-MATMUL_SHARE = 0.7
-"""Of the data sheet's rate: assumed, since no complete step has been measured yet."""
+READ_GB_S = 4600
+ATTENTION_SHARE = 0.85
+"""Of that rate, for keys and values: what flex attention was tuned to. No row measures it alone."""
+MATMUL_SHARE = 0.44
+"""Of the data sheet's rate. It is what the rows without a state part leave for products of 256 tokens (`step_fit`),
+whose tiles fill few multiprocessors; more tokens may get more of it."""
+
+KERNEL_SOURCES = tuple(f"kernels/results/2026-11-30-h200{part}.json" for part in ("", "-bits16", "-reads", "-drafts"))
+STEP_SOURCES = ("steps/results/2026-11-30-h200-nano.json", "steps/results/2026-11-30-h200-qwen.json")
 
 H200 = Gpu(
     name="h200",
     memory_bytes=141e9,
-    read_gb_s=4600,
+    read_gb_s=READ_GB_S,
     launch_us=1.75,
     matmul_tflops=MATMUL_SHARE * 989,
+    attention_gb_s=ATTENTION_SHARE * READ_GB_S,
     kernels=KernelCosts(
-        launch_us=3.402,
-        ramp_us=11.118,
-        ramp_half_us=10.097,
-        read_gb_s=4600,
-        fold_gb_s=3471.6,
-        cast_us=0.286,
-        probe_us=0.338,
-        fold_cast_us=2.067,
-        channel_us=10.0,
-        stagger=1.063,
-        ordinary_launch_us=2.477,
-        ordinary_gb_s=4009.7,
+        launch_us=3.841,
+        ramp_us=5.695,
+        ramp_half_us=4.972,
+        draft_launch_us=11.49,
+        draft_us=0.06214,
+        read_gb_s=READ_GB_S,
+        fold_gb_s=3156,
+        cast_us=0.2296,
+        probe_us=0.2483,
+        fold_cast_us=2.108,
+        code_us=0.2321,
+        code_probe_us=0.1696,
+        code_fold_us=4.091,
+        code_solve_us=3.927,
+        channel_us=9.708,
+        stagger=1.082,
+        ordinary_launch_us=2.44,
+        ordinary_gb_s=3836,
     ),
-    fit=Fit(rows=73, median=0.039, worst=0.299, beyond=3, source="2026-11-30-h200.json"),
-    note="memory and bf16 rate from the data sheet, reads and launches from the read floors of the measured file",
+    fit=Fit(rows=209, median=0.044, worst=0.579, beyond=9, sources=KERNEL_SOURCES),
+    step_fit=Fit(rows=9, median=0.041, worst=0.113, beyond=0, sources=STEP_SOURCES),
+    note="memory and bf16 rate from the data sheet, 44 % of which products of 256 tokens reach in the measured steps; "
+    "reads and launches from the read floors of the measured files",
 )
 
 MEMORY_OF_H100 = 3350 / 4800
@@ -120,6 +152,7 @@ H100 = replace(
     name="h100",
     memory_bytes=80e9,
     read_gb_s=MEMORY_OF_H100 * H200.read_gb_s,
+    attention_gb_s=MEMORY_OF_H100 * H200.attention_gb_s,
     kernels=H200.kernels.with_memory(MEMORY_OF_H100),
     note="not measured: the H200's numbers, with rates of memory in the ratio of the data sheets",
 )

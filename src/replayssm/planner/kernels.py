@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from replayssm.bench.cases import cycle, io_bytes
 from replayssm.planner.gpus import KernelCosts
-from replayssm.state.formats import FORMATS
 from replayssm.state.layout import StateLayout
 
 
@@ -37,30 +36,40 @@ def layer_times(costs: KernelCosts, layout: StateLayout, rows: int, accepted: in
     config, geometry = layout.config, layout.geometry
     phases = cycle(config.window, config.verify_len, accepted)
     histories = [phase.length for phase in phases if not phase.due]
-    steps = len(phases)
+    steps, drafts = len(phases), config.verify_len - 1
     middle = phases[(steps - 1) // 2].length
     mean = sum(histories) / max(1, len(histories))
     new_bytes = rows * config.verify_len * (io_bytes(layout.recurrence, geometry) + layout.record_bytes)
     millions = rows * geometry.heads * geometry.key_dim * geometry.value_dim / 1e6
+    probes = 2 if layout.recurrence.delta_rule else 1
+    read = layout.read_format or layout.checkpoint_format
+    drafted = millions * drafts * probes * costs.draft_us
 
     def step(history: float) -> float:
         moved = new_bytes + rows * (layout.read_bytes + history * layout.record_bytes)
-        probes = 2 if layout.recurrence.delta_rule else 1
-        read = layout.read_format or layout.checkpoint_format
-        cast = 0.0 if _is_whole(read.name) else costs.cast_us
+        converted = 0.0
+        if read.bits_per_element < 16:
+            converted = millions * (costs.code_us + probes * costs.code_probe_us)
+        elif read.bits_per_element < 32:
+            converted = millions * (costs.cast_us + probes * costs.probe_us)
         channels = 0.0
         if layout.recurrence.decay == "channel":
             channels = rows * geometry.heads * geometry.key_dim * history / 1e6
-        work = max(moved / costs.read_gb_s / 1e3, millions * (cast + probes * costs.probe_us))
-        return work + channels * costs.channel_us
+        return max(moved / costs.read_gb_s / 1e3, converted) + drafted + channels * costs.channel_us
 
     moved = new_bytes + rows * phases[-1].length * layout.record_bytes
     moved += rows * (2 * layout.bytes_of("checkpoint") + layout.bytes_of("read_copy"))
-    is_cast = not _is_whole(layout.checkpoint_format.name) or layout.read_format is not None
-    fold = max(moved / costs.fold_gb_s / 1e3, millions * costs.fold_cast_us if is_cast else 0.0)
+    converted = 0.0
+    if read.bits_per_element < 16:
+        solved = costs.code_solve_us if layout.recurrence.delta_rule else 0.0
+        converted = millions * (costs.code_fold_us + solved)
+    elif min(read.bits_per_element, layout.checkpoint_format.bits_per_element) < 32:
+        converted = millions * costs.fold_cast_us
+    fold = max(moved / costs.fold_gb_s / 1e3, converted) + drafted
 
     def launched(work: float) -> float:
-        return costs.launch_us + work + costs.ramp_us * work / (work + costs.ramp_half_us)
+        launch = costs.launch_us + (costs.draft_launch_us if drafts else 0.0)
+        return launch + work + costs.ramp_us * work / (work + costs.ramp_half_us)
 
     flushing = launched(fold)
     return LayerTimes(
@@ -75,7 +84,3 @@ def ordinary_us(costs: KernelCosts, layout: StateLayout, rows: int, tokens: int 
     """An ordinary kernel: reads a state and writes one per token, which for drafts are snapshots."""
     moved = (1 + tokens) * layout.ordinary_bytes + tokens * io_bytes(layout.recurrence, layout.geometry)
     return costs.ordinary_launch_us + rows * moved / costs.ordinary_gb_s / 1e3
-
-
-def _is_whole(name: str) -> bool:
-    return FORMATS[name].bits_per_element >= 32

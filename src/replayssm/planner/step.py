@@ -17,14 +17,22 @@ WEIGHT_BYTES = MODEL_DTYPE.itemsize
 KEPT_FREE = 0.05
 """Of a GPU's memory, for activations, logits and the allocator."""
 WINDOWS = (8, 12, 16, 24, 32, 48, 64)
-MEASURED_FORMATS = ("fp32", "bf16")
-"""Precisions with measured rows in the file that the kernel costs come from."""
+MEASURED = {
+    ("fp32", 1, 16),
+    ("fp32", 4, 16),
+    ("fp32", 8, 16),
+    ("bf16", 1, 16),
+    ("fp32+fp8", 1, 32),
+    ("fp32+nvfp4", 1, 32),
+}
+"""(precision, tokens of a step, window) with measured rows in the files that the kernel costs come from."""
 
-LAUNCHES = {"recurrent": 55, "attention": 30, "other": 10}
-"""Small launches of a layer beside its matrix products and its state kernel.
+LAUNCHES = {"recurrent": 6, "attention": 16, "other": 3, "experts": 24}
+"""Small launches of a layer beside its matrix products and its state kernel; of routed experts, further ones.
 
-Torch operators that are no view, counted in one decode step of small models: 45 and 65 of a recurrent layer of
-nemotron_h and qwen3_5, 11 and 47 of one with attention, 10 of a feed-forward one.
+Counted in one decode step of small models, where neighbours are compiled and mixers fused: operators that are no view,
+4 and 7 of a recurrent layer of nemotron_h and qwen3_5 (which holds a feed-forward part), 8 and 28 of one with
+attention, 3 of a feed-forward one and 27 of one with experts.
 """
 
 
@@ -101,7 +109,7 @@ class Plan:
         ordinary_memory, ordinary_time: of ordinary decoding with the checkpoint's format, and of snapshots where there
             are drafts.
         plain_time: ordinary decoding of single tokens.
-        is_measured: whether rows of this precision were measured; the others are predicted with the costs of bf16.
+        is_measured: whether layers were measured with this precision, window and number of tokens.
     """
 
     precision: str
@@ -169,7 +177,6 @@ def plan(model: ModelSizes, gpu: Gpu, precision: str, workload: Workload, window
     times = [step_time(model, gpu, workload, _replay_us(model, gpu, config, workload)) for config in configs]
     time, config = min(zip(times, configs, strict=True), key=lambda pair: pair[0].total)
     plain = replace(workload, verify_len=1, accepted=1)
-    shared = "+" not in precision
     return Plan(
         precision=precision,
         workload=workload,
@@ -179,7 +186,7 @@ def plan(model: ModelSizes, gpu: Gpu, precision: str, workload: Workload, window
         ordinary_memory=_ordinary_memory(model, gpu, config, workload),
         ordinary_time=step_time(model, gpu, workload, _ordinary_us(model, gpu, config, workload)),
         plain_time=step_time(model, gpu, plain, _ordinary_us(model, gpu, config, plain)),
-        is_measured=shared and precision in MEASURED_FORMATS and workload.verify_len == 1 and config.window == 16,
+        is_measured=(precision, workload.verify_len, config.window) in MEASURED,
     )
 
 
@@ -196,10 +203,10 @@ def step_time(model: ModelSizes, gpu: Gpu, workload: Workload, state_us: float) 
     matrices += sum(gpu.launch_us + product(e.touched(tokens) * e.weights, e.chosen * e.weights) for e in model.experts)
     kept = workload.batch * workload.context * model.kv_elements * WEIGHT_BYTES
     scores = tokens * workload.context * model.score_flops
-    attention = model.attention_layers * (max(kept / gpu.read_gb_s / 1e3, scores / gpu.matmul_tflops / 1e6))
+    attention = model.attention_layers * (max(kept / gpu.attention_gb_s / 1e3, scores / gpu.matmul_tflops / 1e6))
     others = max(0, model.layers - model.recurrent_layers - model.attention_layers)
     launches = model.recurrent_layers * LAUNCHES["recurrent"] + model.attention_layers * LAUNCHES["attention"]
-    launches += others * LAUNCHES["other"]
+    launches += others * LAUNCHES["other"] + len(model.experts) * LAUNCHES["experts"]
     return StepTime(state_us, matrices, attention, launches * gpu.launch_us)
 
 
