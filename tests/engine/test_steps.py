@@ -62,6 +62,8 @@ class Engine:
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+        self.last: list[Request] = []
+        """Those of the step before; of others an engine has forgotten what they kept."""
         self.worst = 0.0
 
     def draw(self, tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -95,6 +97,14 @@ class Engine:
                 decoding.append((r, 1, 1, True))  # a single token of a prompt
             else:
                 prompts.append((r, self.random.randint(2, left)))
+        everyone = [r for r, *_ in (*decoding, *prompts)]
+        if everyone and self.config.verify_len > 1:
+            said = torch.tensor([r.accepted if r in self.last else 1 for r in everyone])
+            blocks = torch.tensor([r.block for r in everyone])
+            found = self.steps.accepted(blocks, said, torch.tensor([r.done for r in everyone]))
+            for r, accepted in zip(everyone, found.tolist(), strict=True):
+                r.accepted = accepted
+            self.last = everyone
         restarted = [r.block for r, *_ in (*decoding, *prompts) if r.done == 0]
         if restarted:
             self.steps.restart(torch.tensor(restarted))

@@ -116,6 +116,9 @@ class ReplayBuilder:
         if self._width == 1 and m.max_query_len <= 1 and not self._prefilling(m):
             # nothing but decoding: a padded row has no token, but a place in the graph's batch
             return ReplayMetadata(steps.pool, self._single(steps, blocks), None)
+        if num_accepted_tokens is not None:
+            computed = m.seq_lens - m.query_start_loc.diff()
+            num_accepted_tokens = steps.accepted(blocks, num_accepted_tokens, computed)
         lengths = m.query_start_loc_cpu.diff()
         prefilling = m.is_prefilling if m.is_prefilling is not None else torch.zeros(m.num_reqs, dtype=torch.bool)
         first = prefilling & (m.seq_lens_cpu_upper_bound == lengths) & (lengths > 0)

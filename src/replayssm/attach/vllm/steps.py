@@ -64,7 +64,9 @@ class EngineSteps:
         self.pool = pool
         self.null = null
         self.certain = torch.ones_like(pool.cursor.start) if certain is None else certain
-        self._turns = 0
+        self._turns = self._step = 0
+        self._last = torch.zeros(pool.slots.slots, dtype=torch.int64, device=pool.device)
+        """Per slot, the number of the last step that it was in."""
         pool.slots.take_all()
 
     def restart(self, blocks: Tensor) -> None:
@@ -82,6 +84,23 @@ class EngineSteps:
             if config.stagger
             else torch.full_like(turns, config.window)
         )
+
+    def accepted(self, blocks: Tensor, said: Tensor, computed: Tensor) -> Tensor:
+        """How many tokens of its last step each row [B] of this step kept; called once per step, for all of its rows.
+
+        An engine says so of the rows of the step before. A row that was left out of that one (there was no room for it)
+        it has forgotten: vLLM then says 1. What it has computed of the sequence still shows it.
+
+        Args:
+            blocks: [B].
+            said: [B], the engine's word.
+            computed: [B], tokens of each sequence that stand before this step.
+        """
+        slots = blocks.long()
+        self._step += 1
+        kept = torch.where(self._last[slots] == self._step - 1, said, computed - self.pool.cursor.position[slots])
+        self._last[slots] = self._step
+        return kept.int()
 
     def decode(
         self,

@@ -1,0 +1,55 @@
+"""What `replayssm bench vllm` does without vLLM: options, rows and weights."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from replayssm.bench.engine import EngineRequest, _row, fill
+from replayssm.cli.app import app
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_it_says_that_vllm_is_missing() -> None:
+    done = CliRunner().invoke(app, ["bench", "vllm", "nemotron3-nano-4b"])
+    assert done.exit_code == 2
+    assert "bench vllm needs vLLM, which is not installed; install replayssm[vllm]" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"batches": ()}, "batches, context and steps must be at least 1"),
+        ({"batches": (0,)}, "batches, context and steps must be at least 1"),
+        ({"steps": 0}, "batches, context and steps must be at least 1"),
+        ({"precision": "fp7"}, "checkpoint_format must be one of"),
+        ({"window": 2, "draft_len": 3}, "verify_len 4 is larger than window 2"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EngineRequest("nemotron3-nano-4b", **options)  # type: ignore[arg-type]
+
+
+def test_rows_of_both_sides() -> None:
+    request, ordinary = EngineRequest("m", precision="fp32+fp8", window=16), {}
+    found = {"batch": 4, "version": "0.26.0", "us": 900.0, "low_us": 800.0, "high_us": 1000.0, "blocks": 10}
+    found |= {"context": 64, "tok_s": 4444.0, "p99_over_p50": 1.1, "tokens": 4}
+    plain = _row("m", request, "ordinary", found, ordinary)
+    ours = _row("m", request, "replay", found | {"us": 600.0}, ordinary)
+    assert (plain.format, plain.window, plain.over_ordinary) == ("fp32", None, None)
+    assert (ours.format, ours.window, ours.over_ordinary) == ("fp32+fp8", 16, 1.5)
+
+
+def test_random_weights_are_the_same_every_time_and_decay() -> None:
+    drawn = [torch.empty(8) for _ in range(2)]
+    for weight in drawn:
+        fill("layers.0.mixer.A", weight, torch.Generator().manual_seed(3))
+    assert torch.equal(*drawn)
+    assert bool((drawn[0] < -1).all())
+    matrix = torch.zeros(16, 16)
+    fill("layers.0.mixer.in_proj.weight", matrix, torch.Generator().manual_seed(0))
+    assert 0.01 < float(matrix.std()) < 0.03
