@@ -6,6 +6,7 @@ nothing but zeros. A step is timed once every request of the batch is past its p
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -102,7 +103,10 @@ def save_config(fields: Mapping[str, Any], folder: Path) -> None:
 
 def _environment() -> dict[str, str]:
     # the engine in the process itself, unless the environment says otherwise: its steps are called one by one
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"} | os.environ
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if importlib.util.find_spec("flashinfer") is None:
+        ours["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM takes it for installed wherever there is a GPU
+    return ours | os.environ
 
 
 def _row(model: str, request: EngineRequest, side: str, found: Mapping[str, Any], ordinary: dict[int, float]) -> Row:
