@@ -256,12 +256,21 @@ def lose_the_ring(steps: EngineSteps) -> None:
 
 
 def keep_old_cursors(steps: EngineSteps) -> None:
-    steps.restart = lambda blocks: None  # type: ignore[method-assign]
+    """A block starts anew once; memory that was never written would be no cursor at all."""
+    seen: set[int] = steps.__dict__.setdefault("seen", set())
+
+    def restart(blocks: torch.Tensor) -> None:
+        fresh = [block for block in blocks.tolist() if block not in seen]
+        seen.update(fresh)
+        EngineSteps.restart(steps, blocks.new_tensor(fresh))
+
+    steps.restart = restart  # type: ignore[method-assign]
 
 
 def accept_by_row(steps: EngineSteps) -> None:
     """What was accepted is read one row further down."""
-    steps.pool.cursor.pending.copy_(steps.pool.cursor.pending.roll(1))
+    pending = steps.pool.cursor.pending
+    pending.copy_(pending.clamp(0, steps.pool.config.verify_len).roll(1))  # unused slots hold anything
 
 
 @pytest.mark.parametrize("fault", [lose_the_ring, keep_old_cursors, accept_by_row])

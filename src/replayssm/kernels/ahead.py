@@ -188,12 +188,12 @@ def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
     planned: dict[str, Any] = {"plan": "*i64", "plan_row": "i32", "slots": each, "tokens": each, "windows": value}
     planned |= {"forced": ("*i1", "i32"), "trees": each}
     planned |= dict.fromkeys(("start", "length", "position", "window"), counter)
-    planned |= dict.fromkeys(("batch", "width", "ring_rows"), "i32")
+    planned |= dict.fromkeys(("each", "batch", "width", "ring_rows"), "i32")
     settled: dict[str, Any] = {"plan": "*i64", "plan_row": "i32"}
     settled |= dict.fromkeys(("start", "length", "position", "pending", "tree", "window", "tally"), counter)
-    settled |= {"batch": "i32", "full_window": "i32"}
+    settled |= dict.fromkeys(("each", "batch", "full_window"), "i32")
     committed: dict[str, Any] = {"slots": each, "accepted": each}
-    committed |= dict.fromkeys(("length", "position", "pending"), counter) | {"batch": "i32"}
+    committed |= dict.fromkeys(("length", "position", "pending"), counter) | dict.fromkeys(("each", "batch"), "i32")
     flags = {"TOKENS_EACH": True, "WINDOWS_EACH": False, "FORCED_EACH": True, "TREES_EACH": True}
     kernels = {
         "plan": (plan.plan_kernel, planned, flags),
