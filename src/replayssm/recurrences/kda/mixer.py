@@ -91,5 +91,6 @@ MIXER = Mixer(
     out=lambda module: module.o_proj,
     draw=draw,
     masks_inputs=True,
+    others=lambda module: (module.forget_gate,),
     refusal=refusal,
 )
