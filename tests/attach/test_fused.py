@@ -163,3 +163,42 @@ def test_a_module_that_was_replaced_after_attach_is_called() -> None:
         found[fuse] = forward(model, prompt(1), held, 5).log_softmax(-1)
         detach(model)
     assert_close(found[True], found[False], CLOSE)
+
+
+class Adapted(nn.Module):
+    """A projection with a low rank beside it, as adapters wrap them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrapped_projections_are_called_as_modules(family: str) -> None:
+    model = build(family)
+    for layer in find_layers(model):
+        for parent in list(layer.mixer.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Adapted(child))
+    found = {}
+    for fuse in (True, False):
+        handle = attach(model, ReplayConfig(window=4), fused=fuse)
+        assert not fuse or handle.unfused == (None,) * len(handle.layers)
+        held = new_cache(model)
+        forward(model, prompt(5), held)
+        parts = [forward(model, prompt(1, seed=i), held, 5 + i) for i in range(3)]
+        found[fuse] = torch.cat(parts, 1).log_softmax(-1)
+        detach(model)
+    assert_close(found[True], found[False], CLOSE)
+
+
+@pytest.mark.parametrize("fused", [1, 0, "false", "yes"])
+def test_fused_is_a_bool_or_none(fused: object) -> None:
+    with pytest.raises(TypeError, match="fused must be True, False or None, got"):
+        attach(built("qwen3_5"), fused=fused)  # type: ignore[arg-type]

@@ -256,6 +256,8 @@ def attach(model: nn.Module, config: ReplayConfig, fused: bool | None = None) ->
         raise TypeError(f"attach takes a transformers model, got {type(model).__name__}")
     if not isinstance(config, ReplayConfig):
         raise TypeError(f"config must be a ReplayConfig, got {type(config).__name__}")
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"fused must be True, False or None, got {fused!r}")
     layers = find_layers(model)
     for layer in layers:
         if "forward" in layer.mixer.__dict__:
