@@ -55,9 +55,8 @@ class Engine:
         self.pages = [torch.randint(0, 256, (BLOCKS, width), dtype=torch.uint8) for _ in range(LAYERS)]
         states = [LayerState.in_pages(layout, p, q) for p, q in zip(self.pages, self.params, strict=True)]
         words = self.pages[0][:, layout.page_bytes :].view(torch.int64)
-        cursor = Cursor.of(words)
-        cursor.saturated = torch.zeros(BLOCKS, dtype=torch.int64)
-        self.steps = EngineSteps(StatePool(states, backend=backend, cursor=cursor), certain=words[:, 8])
+        pool = StatePool(states, backend=backend, cursor=Cursor.of(words))
+        self.steps = EngineSteps(pool, certain=words[:, 8])
         self.memory = StepMemory.allocate(8, "cpu")
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []
