@@ -93,7 +93,9 @@ class Engine:
                 count = min(1 + self.random.randint(0, drafts), MOST - r.done)
                 decoding.append((r, count, self.random.randint(1, count), False))
             elif left == 1 or self.random.random() < 0.2:
-                decoding.append((r, 1, 1, True))  # a single token of a prompt
+                # a single token of a prompt, or as few as a draft: those of a preempted request come in any number
+                count = self.random.randint(1, min(left, self.config.verify_len))
+                decoding.append((r, count, count, True))
             else:
                 prompts.append((r, self.random.randint(2, left)))
         everyone = [r for r, *_ in (*decoding, *prompts)]
