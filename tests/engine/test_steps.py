@@ -279,3 +279,10 @@ def test_the_comparison_sees_faults(fault: Any, monkeypatch: pytest.MonkeyPatch)
     except (AssertionError, ValueError):
         return
     assert not worst < 1e-2
+
+
+def test_a_cursor_that_nobody_has_reset_needs_no_memory() -> None:
+    pool = Engine("gdn", ReplayConfig(window=6, verify_len=4), 0, "torch").steps.pool
+    pool.cursor.set(3, length=0, tree=0, pending=2**50)
+    flow.commit(pool, [3], 2**40)
+    assert int(pool.cursor.length[3]) == 2**40
