@@ -31,6 +31,14 @@ def test_tree_is_small(tracked: list[Path]) -> None:
     assert total < TREE_LIMIT_BYTES, f"{total} bytes are tracked; the largest files: {largest}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/vllm.md", "docs/numerics.md"])
+def test_files_that_the_docs_name_exist(page: str) -> None:
+    """Experiments are history, and may name what is gone."""
+    named = set(re.findall(r"\b(?:[a-z_0-9]+/)+[a-z_0-9]+\.py\b", (ROOT / page).read_text()))
+    folders = (ROOT, ROOT / "src" / "replayssm")
+    assert not sorted(name for name in named if not any((folder / name).is_file() for folder in folders))
+
+
 def test_no_machine_paths(tracked: list[Path]) -> None:
     """No absolute path of somebody's machine. A bundled model's vocabulary is data and may hold anything."""
     pattern = re.compile(r"(?<![\w./-])/" + r"(?:work|root|home|Users)" + r"/[\w.-]")

@@ -62,6 +62,11 @@ class ReplayConfig:
         Raises:
             ValueError: unknown formats, or two that make no sense together.
         """
+        if not isinstance(precision, str):
+            raise ValueError(f'precision must be a name such as "fp32+nvfp4", got {precision!r}')
+        said = sorted({"checkpoint_format", "read_format", "rounding"} & set(options))
+        if said:
+            raise ValueError(f"precision {precision!r} says {', '.join(said)} already: give one or the other")
         checkpoint, plus, read_copy = precision.partition("+")
         return cls(
             checkpoint_format=checkpoint.removesuffix(STOCHASTIC),
@@ -88,7 +93,7 @@ class ReplayConfig:
             value = getattr(self, name)
             if value is None and name == "read_format":
                 continue
-            if value not in FORMATS:
+            if not isinstance(value, str) or value not in FORMATS:
                 raise ValueError(f"{name} must be one of {', '.join(FORMATS)}, got {value!r}")
         if self.rounding not in get_args(Rounding):
             raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, got {self.rounding!r}")

@@ -118,5 +118,87 @@ def test_layers_that_differ_are_told_apart() -> None:
         reason(lambda mixer: setattr(mixer, "__class__", type("Mine", (type(mixer),), {"forward": lambda *_: None})))
     )
     assert "not the decay gate" in str(
-        reason(lambda mixer: mixer.forget_gate.register_forward_hook(lambda m, a, out: out * 1.1), "kimi_linear")
+        reason(lambda mixer: setattr(mixer.forget_gate, "forward", lambda hidden: torch.ones(1)), "kimi_linear")
     )
+    for name in ("forget_gate", "o_norm"):
+        for other in (lambda *given: torch.ones(7, 5), lambda: None):
+            said = reason(lambda mixer, n=name, f=other: setattr(getattr(mixer, n), "forward", f), "kimi_linear")
+            assert "takes or returns other tensors" in str(said)
+
+
+@pytest.mark.parametrize("name", ["forget_gate", "o_norm"])
+def test_hooks_on_modules_that_are_not_called_run(name: str) -> None:
+    """Whether they were there before `attach` or come after it."""
+    model, calls = build("kimi_linear"), []
+    modules = [getattr(layer.mixer, name) for layer in find_layers(model)]
+    modules[0].register_forward_hook(lambda *_: calls.append(0))
+    handle = attach(model, ReplayConfig(window=4), fused=True)
+    assert "has hooks, which would not run" in str(handle.unfused[0]) and handle.unfused[1] is None
+    modules[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    calls.clear()
+    held = new_cache(model)
+    forward(model, prompt(5), held)
+    forward(model, prompt(1), held, 5)
+    detach(model)
+    assert calls == [0, 1, 0, 1]
+
+
+def test_a_module_that_was_replaced_after_attach_is_called() -> None:
+    class Doubled(nn.Module):
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = other.weight, other.variance_epsilon
+
+        def forward(self, y: Tensor, z: Tensor) -> Tensor:
+            return 2 * y
+
+    found = {}
+    for fuse in (True, False):
+        model = build("qwen3_5")
+        attach(model, ReplayConfig(window=4), fused=fuse)
+        mixer = find_layers(model)[0].mixer
+        mixer.norm = Doubled(mixer.norm)
+        held = new_cache(model)
+        forward(model, prompt(5), held)
+        found[fuse] = forward(model, prompt(1), held, 5).log_softmax(-1)
+        detach(model)
+    assert_close(found[True], found[False], CLOSE)
+
+
+class Adapted(nn.Module):
+    """A projection with a low rank beside it, as adapters wrap them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrapped_projections_are_called_as_modules(family: str) -> None:
+    model = build(family)
+    for layer in find_layers(model):
+        for parent in list(layer.mixer.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Adapted(child))
+    found = {}
+    for fuse in (True, False):
+        handle = attach(model, ReplayConfig(window=4), fused=fuse)
+        assert not fuse or handle.unfused == (None,) * len(handle.layers)
+        held = new_cache(model)
+        forward(model, prompt(5), held)
+        parts = [forward(model, prompt(1, seed=i), held, 5 + i) for i in range(3)]
+        found[fuse] = torch.cat(parts, 1).log_softmax(-1)
+        detach(model)
+    assert_close(found[True], found[False], CLOSE)
+
+
+@pytest.mark.parametrize("fused", [1, 0, "false", "yes"])
+def test_fused_is_a_bool_or_none(fused: object) -> None:
+    with pytest.raises(TypeError, match="fused must be True, False or None, got"):
+        attach(built("qwen3_5"), fused=fused)  # type: ignore[arg-type]

@@ -227,3 +227,16 @@ def test_compiled_decoding() -> None:
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     torch._dynamo.reset()
+
+
+def test_the_first_forward_of_a_cache_may_be_compiled() -> None:
+    model = build("nemotron_h")
+    with attached(model, window=4):
+        held = new_cache(model)
+        expected = [forward(model, ids, held) for ids in (prompt(5), prompt(1))]
+        torch._dynamo.reset()
+        compiled, held = torch.compile(model.forward, backend="eager"), new_cache(model)
+        with torch.no_grad():
+            for ids, logits in zip((prompt(5), prompt(1)), expected, strict=True):
+                assert_close(compiled(ids, past_key_values=held, use_cache=True).logits, logits)
+    torch._dynamo.reset()

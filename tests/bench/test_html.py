@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -90,6 +92,22 @@ def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "report", *map(str, FILES), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert out.read_text(encoding="utf-8") == render([Report.load(path) for path in FILES])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: [data], "is no kernel benchmark"),
+        (lambda data: None, "is no kernel benchmark"),
+        (lambda data: {**data, "rows": [{"name": "one"}]}, "fields missing or unknown"),
+        (lambda data: {name: data[name] for name in data if name != "refused"}, "fields missing or unknown: 'refused'"),
+    ],
+)
+def test_files_that_are_no_results_are_named(change: Any, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(change(json.loads(FILES[0].read_text()))))
+    with pytest.raises(ValueError, match=f"changed.json .*{reason}"):
+        Report.load(path)
 
 
 @pytest.mark.parametrize(

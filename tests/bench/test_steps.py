@@ -130,6 +130,16 @@ def test_fewer_layers_keep_the_ratio(name: str) -> None:
     )
 
 
+def test_fewer_layers_than_there_are() -> None:
+    """A configuration without a list of its layers would otherwise grow, and one of several parts stay as it is."""
+    text = {"num_hidden_layers": 8, "layer_types": list("abcdefgh")}
+    assert fewer_layers({"text_config": text}, 3)["text_config"] == {"num_hidden_layers": 3, "layer_types": list("abc")}
+    for fields in (text, {"num_hidden_layers": 8}, {"text_config": text}):
+        for layers in (0, -1, 9):
+            with pytest.raises(ValueError, match=rf"layers must be in 1\.\.8, got {layers}"):
+                fewer_layers(fields, layers)
+
+
 @pytest.mark.skipif(not (PEERS / "vllm").is_dir(), reason="needs benchmarks/kernels/fetch_peers.py to have run")
 @pytest.mark.parametrize(
     ("family", "stage", "what", "count"),

@@ -115,3 +115,13 @@ def test_phases_are_handed_out_in_turn() -> None:
         count = window - verify_len + 1
         phases = [cursor.first_window(turn, window, verify_len) for turn in range(2 * count)]
         assert sorted(phases) == sorted(2 * list(range(verify_len, window + 1)))
+
+
+def test_counters_in_somebody_elses_memory() -> None:
+    """All are views of it but one: kernels add to `saturated` slot by slot, without a stride."""
+    words = torch.arange(24).view(3, 8).repeat(1, 2)
+    counters = cursor.Cursor.of(words[:, :9])
+    assert counters.apart == 16 and counters.saturated.is_contiguous() and not counters.saturated.any()
+    for place, (name, counter) in enumerate(counters.items()):
+        if name != "saturated":
+            assert torch.equal(counter, words[:, place]) and counter.data_ptr() == words[:, place].data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,8 @@ class Small:
         ({"checkpoint_format": "int8", "read_format": "nvfp4"}, "the one copy that reads and recurrence share"),
         ({"checkpoint_format": "fp16", "read_format": "bf16"}, "read_format bf16 is not smaller than"),
         ({"checkpoint_format": "fp8", "read_format": "int8"}, "read_format int8 is not smaller than"),
+        ({"checkpoint_format": ["fp32"]}, "checkpoint_format must be one of .*, got ..fp32.."),
+        ({"read_format": {}}, "read_format must be one of .*, got {}"),
         ({"read_format": "int4"}, "read_format must be one of .*, got 'int4'"),
         ({"read_format": "fp32"}, "read_format fp32 is not smaller than checkpoint_format fp32"),
         ({"stagger": 1}, "stagger must be True or False, got 1"),
@@ -82,6 +85,21 @@ class Small:
 def test_configuration(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReplayConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "message"),
+    [
+        (5, {}, "precision must be a name such as .*, got 5"),
+        (None, {}, "precision must be a name such as .*, got None"),
+        ("fp32+", {}, "read_format must be one of .*, got ''"),
+        ("fp32+nvfp4", {"read_format": "fp8"}, "precision 'fp32.nvfp4' says read_format already"),
+        ("fp8", {"rounding": "stochastic", "checkpoint_format": "fp8"}, "says checkpoint_format, rounding already"),
+    ],
+)
+def test_precision_by_name(precision: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReplayConfig.of(precision, **options)
 
 
 def test_unknown_option_is_no_option() -> None:

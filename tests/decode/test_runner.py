@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from replayssm.decode import GROUPED, STATIC, Runner, Sampling, compile_neighbours
-from replayssm.decode.attention import biased_attention, grouped_attention
+from replayssm.decode.attention import biased_attention, fits_static, grouped_attention
 
-from ..attach.helpers import assert_close, attached, built, generate
+from ..attach.helpers import assert_close, attached, built, forward, generate
 from ..attach.models import FAMILIES, build
 from .helpers import plain_text
 from .test_decode import prompts
@@ -80,6 +81,27 @@ def test_flex_attention_on_shared_keys(tokens: int) -> None:
     expected, _ = grouped_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
     out = biased_attention(query.unflatten(1, (2, 3)).flatten(2, 3), key, value, mask, 0.3)
     assert_close(out.unflatten(2, (3, tokens)).flatten(1, 2).transpose(1, 2), expected)
+
+
+def test_flex_attention_takes_masks_that_are_added_row_by_row() -> None:
+    queries, mask = torch.zeros(2, 2, 12, 16), torch.zeros(2, 1, 4, 64)
+    assert fits_static(queries, mask)
+    for other in (None, mask.bool(), mask[:1], mask.expand(2, 6, 4, 64)):
+        assert not fits_static(queries, other)
+    assert not fits_static(torch.zeros(2, 2, 96, 16), mask)
+
+
+def test_a_copy_of_compiled_neighbours_has_weights_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3_5")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *given: function(*given))
+    compile_neighbours(model)
+    twin, ids = copy.deepcopy(model), prompts(5)[0]
+    expected = forward(model, torch.tensor([ids]))
+    with torch.no_grad():
+        for weights in twin.parameters():
+            weights.zero_()
+    assert forward(twin, torch.tensor([ids])).abs().max() == 0
+    assert torch.equal(forward(model, torch.tensor([ids])), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from replayssm.bench.engine import EngineRequest, _row, fill
+from replayssm.bench.engine import EngineRequest, _row, fill, save_config
 from replayssm.cli.app import app
+from replayssm.planner.model import known_configs
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
@@ -24,6 +27,7 @@ def test_it_says_that_vllm_is_missing() -> None:
     [
         ({"batches": ()}, "batches, context and steps must be at least 1"),
         ({"batches": (0,)}, "batches, context and steps must be at least 1"),
+        ({"options": [1]}, r"options must be an object with arguments of vllm.LLM, got \[1\]"),
         ({"steps": 0}, "batches, context and steps must be at least 1"),
         ({"precision": "fp7"}, "checkpoint_format must be one of"),
         ({"window": 2, "draft_len": 3}, "verify_len 4 is larger than window 2"),
@@ -32,6 +36,16 @@ def test_it_says_that_vllm_is_missing() -> None:
 def test_wrong_options(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         EngineRequest("nemotron3-nano-4b", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["glm-5.3-flash", "qwen3.5-4b"])
+def test_only_language_models_have_a_class_that_vllm_can_load(name: str, tmp_path: Path) -> None:
+    if name == "qwen3.5-4b":
+        save_config(known_configs()[name], tmp_path)
+        assert "ForCausalLM" in json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    else:
+        with pytest.raises(ValueError, match="no language model of the configuration glm5_next"):
+            save_config(known_configs()[name], tmp_path)
 
 
 def test_rows_of_both_sides() -> None:

@@ -55,9 +55,8 @@ class Engine:
         self.pages = [torch.randint(0, 256, (BLOCKS, width), dtype=torch.uint8) for _ in range(LAYERS)]
         states = [LayerState.in_pages(layout, p, q) for p, q in zip(self.pages, self.params, strict=True)]
         words = self.pages[0][:, layout.page_bytes :].view(torch.int64)
-        cursor = Cursor.of(words)
-        cursor.saturated = torch.zeros(BLOCKS, dtype=torch.int64)
-        self.steps = EngineSteps(StatePool(states, backend=backend, cursor=cursor), certain=words[:, 8])
+        pool = StatePool(states, backend=backend, cursor=Cursor.of(words))
+        self.steps = EngineSteps(pool, certain=words[:, 8])
         self.memory = StepMemory.allocate(8, "cpu")
         self.free = list(range(1, BLOCKS))
         self.running: list[Request] = []
@@ -94,7 +93,9 @@ class Engine:
                 count = min(1 + self.random.randint(0, drafts), MOST - r.done)
                 decoding.append((r, count, self.random.randint(1, count), False))
             elif left == 1 or self.random.random() < 0.2:
-                decoding.append((r, 1, 1, True))  # a single token of a prompt
+                # a single token of a prompt, or as few as a draft: those of a preempted request come in any number
+                count = self.random.randint(1, min(left, self.config.verify_len))
+                decoding.append((r, count, count, True))
             else:
                 prompts.append((r, self.random.randint(2, left)))
         everyone = [r for r, *_ in (*decoding, *prompts)]
@@ -287,3 +288,10 @@ def test_the_comparison_sees_faults(fault: Any, monkeypatch: pytest.MonkeyPatch)
     except (AssertionError, ValueError):
         return
     assert not worst < 1e-2
+
+
+def test_a_cursor_that_nobody_has_reset_needs_no_memory() -> None:
+    pool = Engine("gdn", ReplayConfig(window=6, verify_len=4), 0, "torch").steps.pool
+    pool.cursor.set(3, length=0, tree=0, pending=2**50)
+    flow.commit(pool, [3], 2**40)
+    assert int(pool.cursor.length[3]) == 2**40

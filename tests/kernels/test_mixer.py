@@ -99,6 +99,27 @@ def test_mix_agrees_with_torch(name: str, constants: tuple[float, ...], dtype: s
     assert error(*states) <= tolerance
 
 
+def test_the_gate_of_the_norm_is_there_before_the_recurrence_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm's launch reads it before it waits for the one in front, which must not be a copy of it."""
+    layer, seen = Layer("gdn", (1.0,), "fp32", 3), []
+    projected = layer.projected(len(ROWS), 3)
+    strided = replace(projected, z=projected.z.transpose(0, 2).contiguous().transpose(0, 2))
+    whole = ops.Kernels.gated_norm
+
+    def gated_norm(self: ops.Kernels, y: torch.Tensor, z: torch.Tensor, norm: Norm) -> torch.Tensor:
+        seen.append(z)
+        return whole(self, y, z, norm)
+
+    monkeypatch.setattr(ops.Kernels, "gated_norm", gated_norm)
+    outputs = []
+    for given, slot in ((strided, 0), (projected, 1)):
+        rows = replace(given, **{n: tuple(x[:1] for x in getattr(given, n)) for n in ("conv", "gates")}, z=given.z[:1])
+        with flow.step(layer.pools["triton"], [slot], 3) as step:
+            outputs.append(flow.mix(layer.pools["triton"], 0, step, layer.mixer, layer.weights, rows))
+    assert torch.equal(*outputs)
+    assert [z.stride(-1) for z in seen] == [1, 1]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize(("name", "constants"), VARIANTS)
 def test_gates_are_right_over_their_whole_range(name: str, constants: tuple[float, ...]) -> None:

@@ -224,6 +224,7 @@ def test_a_wrong_request_is_one_sentence(words: tuple[str, ...], reason: str) ->
         ("{", "is no JSON"),
         ("[]", "holds no JSON object"),
         ("{}", "has no model_type"),
+        ('{"model_type": "qwen3_5_text", "hidden_size": "64"}', "'hidden_size' expected int, got str"),
         ('{"model_type": "unheard"}', "transformers does not take"),
         ('{"model_type": "llama", "num_hidden_layers": 1}', "no recurrent layer that can be replayed"),
     ],

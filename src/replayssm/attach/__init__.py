@@ -34,7 +34,7 @@ def attach(model: nn.Module, config: ReplayConfig | None = None, *, fused: bool 
             `describe()` of the result says which layers do what.
 
     Raises:
-        TypeError: `model` is no model, or `config` no ReplayConfig.
+        TypeError: `model` is no model, `config` no ReplayConfig, or `fused` no bool.
         ValueError: the model is already attached, or cannot be; the message says why.
     """
     from replayssm.attach.transformers import attached

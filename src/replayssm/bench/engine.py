@@ -61,6 +61,8 @@ class EngineRequest:
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1 or self.context < 1 or self.steps < 1:
             raise ValueError("batches, context and steps must be at least 1")
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise ValueError(f"options must be an object with arguments of vllm.LLM, got {self.options!r}")
         ReplayConfig.of(self.precision, window=self.window, verify_len=1 + self.draft_len)
 
 
@@ -68,7 +70,7 @@ def run(request: EngineRequest, json_out: Path | None, commit: str | None = None
     """Measure both sides, each in a process of its own.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it is no language model.
     """
     given, fields = Path(request.model), read_fields(request.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,10 +95,16 @@ def run(request: EngineRequest, json_out: Path | None, commit: str | None = None
 
 
 def save_config(fields: Mapping[str, Any], folder: Path) -> None:
-    """config.json as vLLM reads it: with the name of the class that transformers builds from it."""
+    """config.json as vLLM reads it: with the name of the class that transformers builds from it.
+
+    Raises:
+        ValueError: that is no language model.
+    """
     from transformers import AutoModelForCausalLM
 
     config = config_of(fields)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"transformers has no language model of the configuration {config.model_type}")
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
 

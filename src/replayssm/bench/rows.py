@@ -191,15 +191,22 @@ class Report:
     @classmethod
     def load(cls, path: Path) -> Report:
         """Read a file; ValueError when it is none of ours."""
-        data = json.loads(path.read_text())
-        if data.get("format") != "replayssm-kernel-benchmark" or data.get("version") != FORMAT_VERSION:
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        known = {"format": "replayssm-kernel-benchmark", "version": FORMAT_VERSION}
+        if not isinstance(data, dict) or {name: data.get(name) for name in known} != known:
             raise ValueError(f"{path} is no kernel benchmark of format version {FORMAT_VERSION}")
-        return cls(
-            Conditions(**data["conditions"]),
-            None,
-            [Row.from_json(row) for row in data["rows"]],
-            [Refusal(**refusal) for refusal in data["refused"]],
-        )
+        try:
+            return cls(
+                Conditions(**data["conditions"]),
+                None,
+                [Row.from_json(row) for row in data["rows"]],
+                [Refusal(**refusal) for refusal in data["refused"]],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is a kernel benchmark with fields missing or unknown: {error}") from None
 
 
 def best(rows: Iterable[Row]) -> Row | None:

@@ -189,9 +189,18 @@ class Scripted(Runner):
 
 
 def fewer_layers(fields: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
-    """A configuration of the first layers only; all of them by default."""
+    """A configuration of the first layers only; all of them by default.
+
+    Raises:
+        ValueError: it has fewer layers, or none are left.
+    """
     if layers is None:
         return dict(fields)
+    text = fields.get("text_config")
+    if isinstance(text, Mapping):
+        return {**fields, "text_config": fewer_layers(text, layers)}
+    if not 1 <= layers <= fields.get("num_hidden_layers", layers):
+        raise ValueError(f"layers must be in 1..{fields.get('num_hidden_layers', '')}, got {layers}")
     cut = {name: fields[name][:layers] for name in PER_LAYER if name in fields}
     return {**fields, **cut, "num_hidden_layers": layers}
 

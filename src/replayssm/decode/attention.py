@@ -10,7 +10,7 @@ memory.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,18 @@ def static_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The same by flex attention, for steps on a GPU; prompts and CPUs take `grouped_attention`."""
+    """The same by flex attention, for a runner's steps on a GPU; everything else takes `grouped_attention`."""
     shared = _shared(query, key)
-    if attention_mask is None or dropout or query.device.type != "cuda" or shared.shape[2] > MOST_STATIC_QUERIES:
+    if dropout or query.device.type != "cuda" or not fits_static(shared, attention_mask):
         return grouped_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     return _apart(_compiled()(shared, key, value, attention_mask, scaling), query), None
+
+
+def fits_static(shared: Tensor, mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether `biased_attention` takes these queries with this mask: one that is added, for each row and all heads."""
+    if mask is None or not mask.is_floating_point() or mask.shape[:2] != (len(shared), 1):
+        return False
+    return shared.shape[2] <= MOST_STATIC_QUERIES
 
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:

@@ -7,6 +7,7 @@ no state are compiled, each by itself; caches, attention and mixers run as they 
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ def compile_neighbours(model: nn.Module) -> int:
         model: a transformers model.
     """
     found = [module for module in model.modules() if _is_plain(module) and "forward" not in vars(module)]
+    # one compiled function serves all modules of a class, and all batches
+    compiled: dict[Any, Any] = {cls: torch.compile(cls.forward, dynamic=True) for cls in {type(m) for m in found}}
     for module in found:
-        forward: Any = module.forward
-        # one compiled function serves all modules of a class, and all batches
-        module.forward = torch.compile(forward, dynamic=True)
+        # a bound method, so that a copy of the model gets one that is bound to the copy
+        module.forward = types.MethodType(compiled[type(module)], module)
     return len(found)
 
 

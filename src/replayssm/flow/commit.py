@@ -35,7 +35,9 @@ def commit(pool: StatePool, slots: Sequence[int] | Tensor, accepted: int | Seque
     if host_visible(index):
         each = torch.as_tensor(count).expand(len(index))
         _require_pending(pool, index, each)
-        _require_path(pool, index, torch.arange(max([0, *each.tolist()])).expand(len(index), -1), each)
+        # no cursor says more, but one in an engine's pages that nobody has reset, and memory for that is not to be had
+        most = min(pool.config.verify_len, max([0, *each.tolist()]))
+        _require_path(pool, index, torch.arange(most).expand(len(index), -1), each)
     _advance(pool, index, count)
 
 

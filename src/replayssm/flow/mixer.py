@@ -51,7 +51,9 @@ def mix(
         raise ValueError("mix runs steps to the ring: a prompt goes through the model's own scan, and `load`")
     layout = pool.layers[layer].layout
     kernels = kernels_of(pool)
+    z = projected.z
     if kernels is not None and step.width:
+        z = z if z.stride(-1) == 1 else z.contiguous()  # here, because the norm's launch reads it before it waits
         parts = list(projected.conv)
         check_conv(pool.layers[layer], step, parts, weights.conv, weights.conv_bias, weights.activation)
         y, made = kernels.convolve(layer, step.plan, parts, weights, projected.gates, step.is_tree)
@@ -61,8 +63,8 @@ def mix(
     inputs = {**mixer.inputs(layout.geometry, y), **made}
     read = verify(pool, layer, step, inputs) if advance is None else advance(inputs)
     if kernels is not None and step.width:
-        return kernels.gated_norm(read, projected.z, weights.norm)
-    return weights.norm(read, projected.z)
+        return kernels.gated_norm(read, z, weights.norm)
+    return weights.norm(read, z)
 
 
 def gates(

@@ -115,6 +115,7 @@ def config_of(fields: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: transformers does not know it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     kind = fields.get("model_type")
@@ -122,6 +123,8 @@ def config_of(fields: Mapping[str, Any]) -> Any:
         raise ValueError("this is no configuration of transformers: it has no model_type")
     try:
         return AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name != "model_type"})
+    except StrictDataclassError as error:
+        raise ValueError(f"transformers does not take this configuration: {' '.join(str(error).split())}") from None
     except ValueError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(f"transformers does not take this configuration: {reason}") from None

@@ -102,6 +102,7 @@ class Mixer:
         norm: module -> the module that `Weights.norm` stands for, None without one.
         out: module -> the projection behind the norm.
         draw: (geometry, (B, T), dtype, generator) -> random (`Projected`, `Weights`), for tests and benchmarks.
+        others: module -> further modules that `gates` stands for, so that nobody calls them.
         masks_inputs: whether a mask of padding tokens multiplies the hidden states in front of the projections and
             nothing else; where it does more, steps that have one run the layer's own forward.
         refusal: module -> why this description is not what the module does, or None; besides what holds for all.
@@ -115,6 +116,7 @@ class Mixer:
     out: Callable[[Any], Any]
     draw: Callable[[Geometry, tuple[int, int], torch.dtype, torch.Generator], tuple[Projected, Weights]]
     masks_inputs: bool
+    others: Callable[[Any], tuple[Any, ...]] = lambda module: ()
     refusal: Callable[[Any], str | None] = lambda module: None
 
 

@@ -81,7 +81,7 @@ def first_window(turn: IntOrTensor, window: int, verify_len: int) -> IntOrTensor
 class Cursor:
     """Device-resident counters of every slot, int64 [slots] each; advanced once per model step, never per layer.
 
-    They may be strided, all in the same way.
+    They may be strided, all in the same way; `saturated`, to which kernels add, is contiguous.
 
     Args:
         start: physical ring row of the oldest committed record.
@@ -111,8 +111,12 @@ class Cursor:
 
     @classmethod
     def of(cls, counters: Tensor) -> Cursor:
-        """Use the caller's int64 [slots, counters or more], which may be part of something larger."""
-        return cls(*counters[:, : len(fields(cls))].unbind(1))
+        """Use the caller's int64 [slots, counters or more], which may be part of something larger.
+
+        The count of clamped elements stays outside: it is no part of a sequence's state.
+        """
+        given = dict(zip((f.name for f in fields(cls)), counters.unbind(1), strict=False))
+        return cls(**given | {"saturated": torch.zeros(len(counters), dtype=torch.int64, device=counters.device)})
 
     @property
     def apart(self) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from replayssm.attach.transformers.find import RecurrentLayer, device_of, dtype_of, find_layers
-from replayssm.attach.transformers.fused import fused_forward, refusal
+from replayssm.attach.transformers.fused import fused_forward, not_called, refusal, unchanged
 from replayssm.attach.transformers.layers import admit, is_plain_and_empty
 from replayssm.attach.transformers.rebind import argument, rebound_forward
 from replayssm.attach.transformers.sequences import Holding, Sequences
@@ -48,6 +48,9 @@ class Attached:
         self.fused = fused
         self.unfused = tuple("fused=False" if fused is False else refusal(layer) for layer in layers)
         """Of each layer why it runs its own forward in every step, None where it need not."""
+        self._known = tuple(
+            not_called(layer) if reason is None else () for layer, reason in zip(layers, self.unfused, strict=True)
+        )
         self.config = config
         self.layers = layers
         self.active = True
@@ -216,7 +219,9 @@ class Attached:
         mixer = self.layers[ordinal].binding.mixer
         if mask is not None and (mixer is None or not mixer.masks_inputs):
             return False
-        return self.fused is True or sequences.pool.backend == "triton"
+        if not (self.fused is True or sequences.pool.backend == "triton"):
+            return False
+        return unchanged(self.layers[ordinal], self._known[ordinal])
 
     def _sequences_of(self, layer: RecurrentLayer, cache: Cache, hidden: Tensor) -> Sequences | None:
         """The sequences of a cache that a forward over `hidden` [B, T, width] brings to a layer.
@@ -251,6 +256,8 @@ def attach(model: nn.Module, config: ReplayConfig, fused: bool | None = None) ->
         raise TypeError(f"attach takes a transformers model, got {type(model).__name__}")
     if not isinstance(config, ReplayConfig):
         raise TypeError(f"config must be a ReplayConfig, got {type(config).__name__}")
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"fused must be True, False or None, got {fused!r}")
     layers = find_layers(model)
     for layer in layers:
         if "forward" in layer.mixer.__dict__:

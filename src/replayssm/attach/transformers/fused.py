@@ -38,17 +38,40 @@ def refusal(layer: RecurrentLayer) -> str | None:
         return "a parameter of its gates is not contiguous"
     if not isinstance(out, nn.Module):
         return f"its output projection is {type(out).__name__}"
-    if norm is not None:
-        reason = _norm_refusal(norm, weights.norm, layer.geometry.heads * layer.geometry.value_dim)
-        if reason is not None:
-            return reason
-    return described.refusal(module)
+    hooked = next((other for other in not_called(layer) if _has_hooks(other)), None)
+    if hooked is not None:
+        return f"its {type(hooked).__name__} has hooks, which would not run"
+    try:
+        if norm is not None:
+            reason = _norm_refusal(norm, weights.norm, layer.geometry.heads * layer.geometry.value_dim)
+            if reason is not None:
+                return reason
+        return described.refusal(module)
+    except (TypeError, RuntimeError) as error:
+        return f"a module around its recurrence takes or returns other tensors: {error}"
+
+
+def not_called(layer: RecurrentLayer) -> tuple[nn.Module, ...]:
+    """The modules of a layer that its own forward calls and its fused step does not."""
+    mixer, module = layer.binding.mixer, layer.mixer
+    if mixer is None:
+        return ()
+    norm = mixer.norm(module)
+    return (*mixer.others(module), *([] if norm is None else [norm]))
+
+
+def unchanged(layer: RecurrentLayer, known: tuple[nn.Module, ...]) -> bool:
+    """Whether the modules that are not called are still those that `refusal` looked at, without hooks."""
+    now = not_called(layer)
+    return now == known and not any(map(_has_hooks, now))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _norm_refusal(module: Any, norm: Norm, width: int) -> str | None:
     name = type(module).__name__
-    if module._forward_hooks or module._forward_pre_hooks:
-        return f"its {name} has hooks, which would not run"
     if norm.weight is None or norm.weight.numel() not in (width, norm.size) or not norm.weight.is_contiguous():
         return f"its {name} has weights of another shape"
     # a norm of whole tokens takes them as such, one of heads takes heads

@@ -197,6 +197,7 @@ class Sequences:
                     f"this cache holds {len(self.rows)} sequences, but the forward has {hidden.shape[0]} rows"
                 )
 
+    @torch.compiler.disable  # the first forward of a cache may be compiled; what it allocates must outlive the graph
     def take_slots(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """A fresh slot for each of `batch` rows; memory of an earlier use is kept where it fits."""
         pool = self.holding.pool

@@ -8,6 +8,7 @@ scratch cache that holds the states of just these rows.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -160,11 +161,12 @@ def replayed(recurrence: Recurrence, binding: EngineBinding) -> Any:
     module, name = binding.layer.split(":")
     stock = getattr(importlib.import_module(module), name)
     stock_forward = getattr(stock, binding.forward)
+    order = inspect.signature(stock_forward)  # vLLM gives arguments by name
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.replay_layout is None:
             return stock_forward(self, *args, **kwargs)
-        return self.replay_forward(stock_forward.__get__(self), *args, *kwargs.values())
+        return self.replay_forward(stock_forward.__get__(self), *order.bind(self, *args, **kwargs).args[1:])
 
     def chosen(method: str, ours: Any) -> Any:
         theirs = getattr(stock, method)

@@ -109,6 +109,7 @@ class ReplayBuilder:
         fast_build: bool = False,
         *,
         num_accepted_tokens: Tensor | None = None,
+        num_decode_draft_tokens_cpu: Tensor | None = None,
         **_: Any,
     ) -> ReplayMetadata:
         m, steps = common_attn_metadata, self._opened()
@@ -132,7 +133,11 @@ class ReplayBuilder:
         if ring and self._width == 1:
             decode = self._single(steps, blocks[:ring])
         elif ring:
-            decode = self._several(m, steps, blocks[:ring], lengths[:ring], prefilling[:ring], num_accepted_tokens)
+            certain = prefilling
+            if num_decode_draft_tokens_cpu is not None:
+                # what a preempted sequence had generated is computed again: no prompt by vLLM's count, and no drafts
+                certain = prefilling | (num_decode_draft_tokens_cpu < 0)
+            decode = self._several(m, steps, blocks[:ring], lengths[:ring], certain[:ring], num_accepted_tokens)
         return ReplayMetadata(steps.pool, decode, self._prompt(m, steps, blocks, ring, num_accepted_tokens))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ReplayMetadata:
@@ -184,7 +189,7 @@ class ReplayBuilder:
         steps: EngineSteps,
         blocks: Tensor,
         lengths: Tensor,
-        prefilling: Tensor,
+        certain: Tensor,
         accepted: Tensor | None,
     ) -> DecodeRows:
         """Rows that may have drafts."""
@@ -198,7 +203,7 @@ class ReplayBuilder:
             width,
             starts=starts,
             accepted=None if accepted is None else accepted[:rows],
-            certain=prefilling.to(blocks.device),
+            certain=certain.to(blocks.device),
         )
         gather, tokens = None, rows * width
         if not bool(((lengths == width) | (lengths == 0)).all()):

@@ -46,7 +46,7 @@ def config_of(vllm_config: Any) -> ReplayConfig | None:
         if "precision" in options:
             return ReplayConfig.of(**options)
         return ReplayConfig(**options)
-    except (TypeError, ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"replayssm: {error}") from error
 
 

@@ -49,12 +49,7 @@ def dtypes_of(stock: tuple[torch.dtype, torch.dtype]) -> tuple[torch.dtype, torc
 
 
 def cursor_in(layer: LayerState) -> tuple[Cursor, Tensor]:
-    """The cursor in a layer's pages, and the counter beside it that `EngineSteps` calls `certain`.
-
-    The count of clamped elements stays outside: kernels add to it, and it is no part of a sequence's state.
-    """
+    """The cursor in a layer's pages, and the counter beside it that `EngineSteps` calls `certain`."""
     assert layer.pages is not None
     words = layer.pages[:, layer.layout.page_bytes :][:, :CURSOR_BYTES].view(torch.int64)
-    cursor = Cursor.of(words)
-    cursor.saturated = torch.zeros(len(words), dtype=torch.int64, device=words.device)
-    return cursor, words[:, len(fields(Cursor))]
+    return Cursor.of(words), words[:, len(fields(Cursor))]

@@ -49,11 +49,12 @@ def gates(
 def refusal(module: Any) -> str | None:
     """The decay gate is a module of its own: it must do what `gates` says."""
     decay, described = module.forget_gate, weights(module)
-    weight = decay.f_a_proj.weight
-    if not weight.is_floating_point():
+    # the projection may be wrapped, so that it has no weight of its own
+    weight = next((p for p in decay.f_a_proj.parameters() if p.is_floating_point()), None)
+    if weight is None:
         return "the projections of its decay gate are not in a floating dtype"
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 3, decay.f_a_proj.in_features, generator=draw).to(weight.device, weight.dtype)
+    hidden = torch.randn(1, 3, module.hidden_size, generator=draw).to(weight.device, weight.dtype)
     with torch.no_grad():
         given = decay.f_b_proj(decay.f_a_proj(hidden)).unflatten(-1, (module.num_heads, -1))
         A_log, dt_bias = described.gates
@@ -91,5 +92,6 @@ MIXER = Mixer(
     out=lambda module: module.o_proj,
     draw=draw,
     masks_inputs=True,
+    others=lambda module: (module.forget_gate,),
     refusal=refusal,
 )
