@@ -127,7 +127,7 @@ def compile_compact(layout: StateLayout, depth: int, capability: int = 90) -> Re
     specs = {spec.name: _TYPES[spec.dtype] for spec in layout.tensors}
     fields = tuple((specs[f"ring.{field.name}"], "i64", "i32", "i32") for field in layout.ring_fields)
     signature: dict[str, Any] = {"slots": ("*i64", "i32"), "path": "*i64", "path_row": "i32", "fields": fields}
-    signature |= {"start": "*i64", "length": "*i64"}
+    signature |= {"start": "*i64", "length": "*i64", "each": "i32"}
     given = compact.constants(layout, depth)
     return _compile(compact.compact_kernel, signature, given, compact.NUM_WARPS, capability, aligned=False)
 
