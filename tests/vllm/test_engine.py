@@ -126,17 +126,17 @@ def test_many_requests_with_preemption(family: str, models: Any) -> None:
         "block_size": 32,
     }
     model = models(family)
-    few = {"num_gpu_blocks_override": 60, **options}
+    few, fewer = {"num_gpu_blocks_override": 60, **options}, {"num_gpu_blocks_override": 40}  # fewer run side by side
     stock, ours, drafts, chunked = drive(
         spec(model, **options),
         spec(model, {"window": 8}, **few),
         spec(model, {"window": 8}, speculative_config=NGRAM, **few),
         # what a preempted sequence had generated comes in chunks, of which some have as many tokens as a draft
-        spec(model, {"window": 8}, speculative_config=NGRAM, max_num_batched_tokens=48, **few),
+        spec(model, {"window": 8}, speculative_config=NGRAM, max_num_batched_tokens=48, **few | fewer),
     )
     for run in (ours, drafts, chunked):
         assert run["tokens"] == stock["tokens"]
-        assert run["preempted"] > 0
+    assert min(run["preempted"] for run in (ours, drafts, chunked)) > 0
 
 
 @engine
