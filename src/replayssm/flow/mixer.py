@@ -59,7 +59,7 @@ def mix(
         y, made = kernels.convolve(layer, step.plan, parts, weights, projected.gates, step.is_tree)
     else:
         y = causal_conv(pool, layer, step, projected.conv, weights.conv, weights.conv_bias, weights.activation)
-        made = _gates(pool, layer, mixer, projected.gates, weights.gates, weights.constants)
+        made = gates(pool, layer, mixer, projected.gates, weights.gates, weights.constants)
     inputs = {**mixer.inputs(layout.geometry, y), **made}
     read = verify(pool, layer, step, inputs) if advance is None else advance(inputs)
     if kernels is not None and step.width:
@@ -88,17 +88,6 @@ def gates(
     kernels = kernels_of(pool)
     if kernels is not None:
         return kernels.gates(layer, given, params, constants)
-    return _gates(pool, layer, mixer, given, params, constants)
-
-
-def _gates(
-    pool: StatePool,
-    layer: int,
-    mixer: Mixer,
-    given: tuple[Tensor, ...],
-    params: tuple[Tensor, ...],
-    constants: tuple[float, ...],
-) -> dict[str, Tensor]:
     layout = pool.layers[layer].layout
     made = mixer.gates(given, params, constants, layout.geometry)
     return {name: gate.to(layout.compute_dtype) for name, gate in made.items()}
