@@ -3,7 +3,8 @@
 PYTHONPATH=src compute-sanitizer --tool memcheck python -m tests.kernels.sanitize mamba2
 PYTHONPATH=src compute-sanitizer --tool racecheck python -m tests.kernels.sanitize mamba2
 
-and the same for gdn and kda, side by side: most of the time goes into compiling.
+and the same for gdn, kda, and "mixer" (convolution, gates, norm) and "engine" (an engine's own steps), side by side:
+most of the time goes into compiling.
 """
 
 from __future__ import annotations
@@ -18,22 +19,39 @@ import torch
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 
+TESTS = {
+    "mixer": ["tests/kernels/test_convolve.py", "tests/kernels/test_mixer.py"],
+    "engine": ["tests/kernels/test_engine.py", "-k", "test_whole_steps and not 1100"],
+}
+"""Kernels whose tests are small enough to run as they are."""
+
+
 def main(name: str) -> None:
-    """One case of each choice."""
+    """One case of each choice, or the tests of other kernels."""
+    if name in TESTS:
+        import pytest
+
+        raise SystemExit(pytest.main([*TESTS[name], "-q", "-p", "no:cacheprovider"]))
     from tests.kernels.harness import SPLIT, Case, run
 
     from replayssm.kernels.launch import Choice, Tile
+    from replayssm.recurrences import Geometry
 
     if not torch.cuda.is_available():
         raise SystemExit("sanitize needs a CUDA device")
     case = Case(name, steps=3)
     pipelined = Choice(Tile(16, 2, 2, 2), Tile(16, 2, 2, 3))
-    for variant in (
+    variants = [
         replace(case, choice=SPLIT),
         replace(case, checkpoint_format="fp16", window=2),
         replace(case, choice=Choice(Tile(16), recurrent=True), window=1),
         replace(case, verify_len=4, choice=pipelined, paged=True),
-    ):
+        replace(case, verify_len=4, choice=SPLIT, trees=True),  # paths that are accepted move records
+    ]
+    if name != "kda":
+        beside = Case(name, Geometry(4, 2, 64, 32), window=4, steps=6, read_format="nvfp4")
+        variants += [replace(beside, choice=SPLIT), replace(beside, verify_len=4, choice=SPLIT, read_format="fp8")]
+    for variant in variants:
         run(variant)
         print(variant, "agrees", flush=True)
     torch.cuda.synchronize()
