@@ -295,3 +295,14 @@ def test_a_cursor_that_nobody_has_reset_needs_no_memory() -> None:
     pool.cursor.set(3, length=0, tree=0, pending=2**50)
     flow.commit(pool, [3], 2**40)
     assert int(pool.cursor.length[3]) == 2**40
+
+
+def test_warming_up_leaves_everything_as_it_is() -> None:
+    warm_up_leaves_everything_as_it_is("torch")
+
+
+def warm_up_leaves_everything_as_it_is(backend: str) -> None:
+    engine = Engine("gdn", ReplayConfig(window=6, verify_len=4), 0, backend)
+    before = [page.clone() for page in engine.pages]
+    engine.steps.warm_up()
+    assert all(torch.equal(page, kept) for page, kept in zip(engine.pages, before, strict=True))

@@ -8,7 +8,7 @@ import torch
 from replayssm import ReplayConfig
 from replayssm.attach.vllm.steps import EngineSteps, StepMemory
 
-from ..engine.test_steps import play
+from ..engine.test_steps import play, warm_up_leaves_everything_as_it_is
 from .harness import DEVICE
 from .test_plan import VERIFY_LEN, pools
 
@@ -54,3 +54,8 @@ def test_whole_steps(rows: int, kind: str) -> None:
 def test_a_scripted_scheduler(name: str) -> None:
     """Pages, cursors in them, drafts, prompts and preemption, with kernels in place of the torch back end."""
     assert play(name, ReplayConfig(window=6, verify_len=4), 0, steps=14, backend="triton").worst < 5e-5
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the scheduler keeps its pages on the CPU")
+def test_warming_up_leaves_everything_as_it_is() -> None:
+    warm_up_leaves_everything_as_it_is("triton")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import triton
 
 from replayssm import flow
 from replayssm.kernels import ops
-from replayssm.kernels.launch import workspace
+from replayssm.kernels.launch import run, workspace
 from replayssm.kernels.plan import DECODE
 
 from .harness import DEVICE, SMALL, Case, Twins, bits, error, poison
@@ -189,3 +191,21 @@ def test_inputs_of_any_stride_and_outputs_of_any_dtype() -> None:
     assert torch.equal(out, y.bfloat16()) and wide[:, :, [0, 2]].isnan().all()
     with pytest.raises(ValueError, match="contiguous within a token"):
         flow.verify(pool, 0, step, inputs, torch.empty(2, 2, *twins._heads[::-1], device=DEVICE).transpose(2, 3))
+
+
+def test_launches_are_kept_from_hooks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton cannot describe the templates' functions to a compile hook, and would raise: vLLM has such a hook."""
+    runtime, seen = triton.knobs.runtime, []
+
+    class Kernel:
+        arg_names = ("x", "N")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: seen.append((grid, given, runtime.jit_post_compile_hook, runtime.jit_cache_hook))
+
+    def hook(**_: object) -> None: ...
+
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", hook)
+    run(Kernel(), 3, {"x": 1}, {"N": 2}, num_warps=4)
+    assert seen == [((3,), {"x": 1, "N": 2, "num_warps": 4}, None, None)]
+    assert runtime.jit_post_compile_hook is hook

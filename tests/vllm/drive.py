@@ -21,6 +21,7 @@ MARK = "RESULT "
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM takes FlashInfer for installed on every GPU
 
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -81,7 +82,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     install(spec.get("fault"))
-    llm = LLM(**DEFAULTS | spec["options"])
+    options = DEFAULTS | spec["options"]
+    options["additional_config"] = {"gdn_prefill_backend": "triton"} | options.get("additional_config", {})
+    llm = LLM(**options)
     wanted = spec["tokens"] if isinstance(spec["tokens"], list) else [spec["tokens"]] * len(spec["prompts"])
     params = [
         SamplingParams(

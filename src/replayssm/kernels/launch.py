@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -322,7 +323,22 @@ def copy_suffixes(layout: StateLayout) -> tuple[str, ...]:
 def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping[str, Any], **options: Any) -> None:
     """Launch a kernel with those of the `given` arguments and of the compile-time `constants` that it has."""
     arguments = {name: constants[name] if name in constants else given[name] for name in kernel.arg_names}
-    kernel[(programs,)](**arguments, **options)
+    with _unobserved():
+        kernel[(programs,)](**arguments, **options)
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Without others' hooks for compilations, vLLM's for one: Triton writes a kernel's constants for them as JSON, in
+    which the templates' functions have no place.
+    """
+    runtime = triton.knobs.runtime
+    kept = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
+    try:
+        yield
+    finally:
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = kept
 
 
 @cache

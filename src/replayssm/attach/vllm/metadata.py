@@ -159,6 +159,7 @@ class ReplayBuilder:
                 layer.replay_number = number
             cursor, certain = cursor_in(states[0])
             self._steps = EngineSteps(StatePool(states, cursor=cursor), NULL_BLOCK_ID, certain)
+            self._steps.warm_up()
         return self._steps
 
     def _blocks(self, m: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from replayssm.flow.backend import kernels_of
 from replayssm.flow.commit import commit
+from replayssm.flow.prefill import state_before
 from replayssm.flow.step import Step, close_step, open_step
 from replayssm.state import cursor as arithmetic
 from replayssm.state.plan import COLUMNS
@@ -68,6 +69,12 @@ class EngineSteps:
         self._last = torch.zeros(pool.slots.slots, dtype=torch.int64, device=pool.device)
         """Per slot, the number of the last step that it was in."""
         pool.slots.take_all()
+
+    def warm_up(self) -> None:
+        """Compile what a prompt launches, by one without rows: an engine warms up with decoding alone."""
+        blocks = torch.full((1,), self.null, device=self.pool.device)
+        step, _ = self.prompt(blocks, torch.zeros_like(blocks), 1)
+        state_before(self.pool, 0, step)
 
     def restart(self, blocks: Tensor) -> None:
         """These blocks [n] begin a sequence: whatever they held is forgotten. None of them may be `null`."""
