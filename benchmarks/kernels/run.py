@@ -89,11 +89,16 @@ class Run:
             self.replay([case])
 
     def windows(self) -> None:
-        """Other windows, of plain decode and of verifying four tokens."""
+        """Other windows of plain decode."""
         self.replay(self.cases((SUPER, QWEN), (1, 8), windows=(1,)))
         for window in (32, 64, 24, 8):
             self.replay(self.cases((SUPER, QWEN), (256, 64), windows=(window,)))
-            self.replay(self.cases((SUPER, QWEN), (256, 64), windows=(window,), steps=DRAFTS[:1]))
+
+    def draft_windows(self) -> None:
+        """Windows of verifying four tokens."""
+        for case in self.cases((SUPER, QWEN), (256, 64), windows=(16, 32, 24, 64, 8), steps=DRAFTS[:1]):
+            self.speculative(case)
+            self.replay([case])
 
     def reads(self) -> None:
         """Low-precision read copies beside an fp32 checkpoint."""
@@ -191,6 +196,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "snapshots": Run.snapshots,
     "verify": Run.verify,
     "windows": Run.windows,
+    "draft_windows": Run.draft_windows,
     "reads": Run.reads,
     "steps": Run.steps,
     "others": Run.others,
