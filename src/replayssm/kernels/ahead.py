@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm.kernels import compact, convolve, gated_norm, materialize, plan
+from replayssm.kernels import compact, convolve, engine, gated_norm, materialize, plan
 from replayssm.kernels.formats import format_constants
 from replayssm.kernels.launch import (
     WORK,
@@ -183,7 +183,7 @@ def compile_gated_norm(
 
 
 def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
-    """Compile the plan, settle and commit kernels, by name."""
+    """Compile the plan, settle and commit kernels and the one of an engine's step, by name."""
     counter, each, value = "*i64", ("*i64", "i32"), ("i32", "i32")
     planned: dict[str, Any] = {"plan": "*i64", "plan_row": "i32", "slots": each, "tokens": each, "windows": value}
     planned |= {"forced": ("*i1", "i32"), "trees": each}
@@ -194,11 +194,23 @@ def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
     settled |= dict.fromkeys(("each", "batch", "full_window"), "i32")
     committed: dict[str, Any] = {"slots": each, "accepted": each}
     committed |= dict.fromkeys(("length", "position", "pending"), counter) | dict.fromkeys(("each", "batch"), "i32")
+    # an engine's cursor lies in its pages, and its table of blocks is a column of something larger
+    opened: dict[str, Any] = {"plan": "*i64", "plan_row": "i32", "table": ("*i32", "i32"), "certain": "*i1"}
+    opened |= dict.fromkeys(("blocks", "kept_out", "starts", "accepted"), "*i32")
+    opened |= dict.fromkeys(("noted", "start", "length", "position", "pending", "tree", "window"), counter)
+    numbers = ("each", "batch", "width", "in_force", "full_window", "ring_rows", "null")
+    opened |= dict.fromkeys(numbers, "i32")
     flags = {"TOKENS_EACH": True, "WINDOWS_EACH": False, "FORCED_EACH": True, "TREES_EACH": True}
     kernels = {
         "plan": (plan.plan_kernel, planned, flags),
         "settle": (plan.settle_kernel, settled, {"KIND": plan.DECODE.value}),
         "commit": (plan.commit_kernel, committed, {"ACCEPTED_EACH": True}),
+        "engine": (engine.engine_kernel, opened, dict.fromkeys(("RAGGED", "DRAFTS", "CERTAIN_EACH"), True)),
+        "engine of single tokens": (
+            engine.engine_kernel,
+            opened,
+            dict.fromkeys(("RAGGED", "DRAFTS", "CERTAIN_EACH"), False),
+        ),
     }
     return {
         name: _compile(kernel, signature, {**given, "BLOCK": 256}, 4, capability, aligned=False)

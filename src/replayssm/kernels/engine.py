@@ -10,34 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.kernels.plan import (
-    DUE,
-    DUE_COUNT,
-    EMPTY,
-    FOLD_START,
-    FOLDED,
-    HISTORY,
-    ORDER,
-    POSITION,
-    SLOT,
-    START,
-    TOKENS,
-    TREE,
-    block_of,
-)
+from replayssm.kernels.plan import block_of, count_folds, write_cursor, write_plan
 from replayssm.state.cursor import Cursor
 
 
 @triton.jit
-def engine_rows(
-    rows, mask, table, starts, accepted, noted, start, length, position, pending, window, each, width, in_force, null,
-    RAGGED: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
-    """Where the rows are once what was pending is committed, and whether this step is due."""
+def engine_rows(rows, mask, given, EACH: tl.constexpr):
+    """The rows as `write_plan` takes them, once what was pending is committed; their blocks, and tokens they kept."""
+    table, starts, accepted, noted, cursor, width, in_force, null = given
+    start, length, position, pending, _, window, each = cursor
     number = tl.load(table[0] + rows * table[1], mask=mask, other=null).to(tl.int64)
     slot = tl.where(number == null, -1, number)
     live = slot >= 0
-    if RAGGED:
+    if EACH[0]:
         counts = (tl.load(starts + rows + 1, mask=mask, other=0) - tl.load(starts + rows, mask=mask, other=0)).to(
             tl.int64
         )
@@ -47,7 +32,7 @@ def engine_rows(
     kept = tl.zeros(rows.shape, tl.int64) + 1
     committed = tl.load(length + slot * each, mask=live, other=0)
     at = tl.load(position + slot * each, mask=live, other=0)
-    if DRAFTS:
+    if EACH[1]:
         kept = tl.load(accepted + rows, mask=mask, other=1).to(tl.int64)
         real = tl.minimum(tl.maximum(kept, 0), tl.load(pending + slot * each, mask=live, other=0))
         committed += real
@@ -56,7 +41,7 @@ def engine_rows(
     kept = tl.maximum(tl.where(known > 0, known, kept), 1)
     first = tl.load(start + slot * each, mask=live, other=0)
     limit = tl.minimum(tl.load(window + slot * each, mask=live, other=0), in_force)
-    return number, slot, counts, kept, first, committed, at, live & (committed + counts > limit)
+    return slot, counts, first, committed, at, live & (committed + counts > limit), number, kept
 
 
 @triton.jit
@@ -80,58 +65,28 @@ def engine_kernel(
 
     Counters of the cursor, and `noted`, lie `each` elements apart.
     """
-    offsets = tl.arange(0, BLOCK).to(tl.int64)
-    due_rows = tl.zeros([], tl.int32)
+    cursor = (start, length, position, pending, tree, window, each)
+    given = (table, starts, accepted, noted, cursor, width, in_force, null)
+    EACH: tl.constexpr = (RAGGED, DRAFTS)
+    all_folds = count_folds(engine_rows, given, EACH, batch, BLOCK)
+    before = tl.zeros([], tl.int32)
     for block in range(0, batch, BLOCK):
-        rows = block + offsets
-        mask = rows < batch
-        _, _, _, _, _, committed, _, due = engine_rows(
-            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, each, width, in_force,
-            null, RAGGED, DRAFTS,
-        )  # fmt: skip
-        due_rows += tl.sum((due & (committed > 0)).to(tl.int32), 0)
-
-    folds_before = tl.zeros([], tl.int32)
-    for block in range(0, batch, BLOCK):
-        rows = block + offsets
+        rows = block + tl.arange(0, BLOCK).to(tl.int64)
         mask = rows < batch
         # a slot is in one row only, so what this block writes is read by no other
-        number, slot, counts, kept, first, committed, at, due = engine_rows(
-            rows, mask, table, starts, accepted, noted, start, length, position, pending, window, each, width, in_force,
-            null, RAGGED, DRAFTS,
-        )  # fmt: skip
-        live = slot >= 0
-        folded = tl.where(due, committed, 0)
-        history = committed - folded
-        new_start = (first + folded) % ring_rows
+        slot, counts, first, committed, at, due, number, kept = engine_rows(rows, mask, given, EACH)
+        live, chain = slot >= 0, tl.zeros([BLOCK], tl.int64)
         tl.store(blocks + rows, number.to(tl.int32), mask=mask)
         tl.store(kept_out + rows, kept.to(tl.int32), mask=mask)
-        out = plan + rows * plan_row
-        tl.store(out + SLOT, slot, mask=mask)
-        tl.store(out + TOKENS, counts, mask=mask)
-        tl.store(out + FOLDED, folded, mask=mask)
-        tl.store(out + FOLD_START, first, mask=mask)
-        tl.store(out + HISTORY, history, mask=mask)
-        tl.store(out + EMPTY, (at == committed).to(tl.int64), mask=mask)
-        tl.store(out + DUE_COUNT, tl.zeros([BLOCK], tl.int64) + due_rows, mask=mask)
-        tl.store(out + START, new_start, mask=mask)
-        tl.store(out + POSITION, at, mask=mask)
-        tl.store(out + DUE, due.to(tl.int64), mask=mask)
-        tl.store(out + TREE, tl.zeros([BLOCK], tl.int64), mask=mask)
-        folds = (folded > 0).to(tl.int32)
-        rank = folds_before + tl.cumsum(folds, 0) - folds
-        place = tl.where(folds > 0, rank, due_rows + (rows.to(tl.int32) - rank))
-        tl.store(plan + place.to(tl.int64) * plan_row + ORDER, rows, mask=mask)
-        folds_before += tl.sum(folds, 0)
-
+        before = write_plan(
+            plan, plan_row, rows, mask, slot, counts, first, committed, at, due, chain, ring_rows, all_folds, before
+        )
         real = counts
         if CERTAIN_EACH:
             real = tl.where(tl.load(certain + rows, mask=mask, other=0) != 0, counts, 0)
-        tl.store(start + slot * each, new_start, mask=live)
-        tl.store(length + slot * each, history + real, mask=live)
-        tl.store(position + slot * each, at + real, mask=live)
-        tl.store(pending + slot * each, counts - real, mask=live)
-        tl.store(tree + slot * each, tl.zeros([BLOCK], tl.int64), mask=live)
+        folded = tl.where(due, committed, 0)
+        begin, left = (first + folded) % ring_rows, committed - folded
+        write_cursor(cursor, slot, live, begin, left + real, at + real, counts - real, chain)
         tl.store(window + slot * each, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
         tl.store(noted + slot * each, real, mask=live)
 

@@ -34,22 +34,73 @@ def row_value(value, rows, mask, EACH: tl.constexpr):
 
 
 @triton.jit
-def plan_block(
-    rows, mask, slots, tokens, windows, forced, start, length, position, window, each, width,
-    TOKENS_EACH: tl.constexpr, WINDOWS_EACH: tl.constexpr, FORCED_EACH: tl.constexpr,
-):  # fmt: skip
+def count_folds(rows_of: tl.constexpr, given, EACH: tl.constexpr, batch, BLOCK: tl.constexpr):
+    """Rows of `batch` that fold. `rows_of` (rows, mask, given, EACH) gives what `write_plan` takes, and maybe more."""
+    folds = tl.zeros([], tl.int32)
+    for block in range(0, batch, BLOCK):
+        rows = block + tl.arange(0, BLOCK).to(tl.int64)
+        _, _, _, committed, _, due = rows_of(rows, rows < batch, given, EACH)[:6]
+        folds += tl.sum((due & (committed > 0)).to(tl.int32), 0)
+    return folds
+
+
+@triton.jit
+def write_plan(plan, plan_row, rows, mask, slot, tokens, first, committed, at, due, tree, ring_rows, all_folds, before):
+    """Every column of these rows; returns how many rows fold up to and with them.
+
+    Args:
+        rows, mask: of the batch, and which of them there are.
+        slot, tokens: of each row; PAD_SLOT and 0 on padded rows.
+        first, committed, at: start, length and position of its cursor.
+        due, tree: whether its ring is emptied, and the shape of its tokens.
+        all_folds, before: rows that fold in the whole batch, and in front of these.
+    """
+    folded = tl.where(due, committed, 0)
+    out = plan + rows * plan_row
+    tl.store(out + SLOT, slot, mask=mask)
+    tl.store(out + TOKENS, tokens, mask=mask)
+    tl.store(out + FOLDED, folded, mask=mask)
+    tl.store(out + FOLD_START, first, mask=mask)
+    tl.store(out + HISTORY, committed - folded, mask=mask)
+    tl.store(out + EMPTY, (at == committed).to(tl.int64), mask=mask)
+    tl.store(out + DUE_COUNT, tl.zeros(rows.shape, tl.int64) + all_folds, mask=mask)
+    tl.store(out + START, (first + folded) % ring_rows, mask=mask)
+    tl.store(out + POSITION, at, mask=mask)
+    tl.store(out + DUE, due.to(tl.int64), mask=mask)
+    tl.store(out + TREE, tree, mask=mask)
+
+    # rows that fold come first: their rank among themselves, and that of the others behind them
+    folds = (folded > 0).to(tl.int32)
+    rank = before + tl.cumsum(folds, 0) - folds
+    place = tl.where(folds > 0, rank, all_folds + (rows.to(tl.int32) - rank))
+    tl.store(plan + place.to(tl.int64) * plan_row + ORDER, rows, mask=mask)
+    return before + tl.sum(folds, 0)
+
+
+@triton.jit
+def write_cursor(cursor, slot, live, first, committed, at, waiting, shape):
+    """The counters of these slots after a step, but for the window in force."""
+    start, length, position, pending, tree, _, each = cursor
+    tl.store(start + slot * each, first, mask=live)
+    tl.store(length + slot * each, committed, mask=live)
+    tl.store(position + slot * each, at, mask=live)
+    tl.store(pending + slot * each, waiting, mask=live)
+    tl.store(tree + slot * each, shape, mask=live)
+
+
+@triton.jit
+def planned_rows(rows, mask, given, EACH: tl.constexpr):
     """The rows' slots and everything that follows from their cursors alone."""
+    slots, tokens, windows, forced, start, length, position, window, each, width = given
     slot = tl.load(slots[0] + rows * slots[1], mask=mask, other=-1).to(tl.int64)
     live = slot >= 0
-    counts = row_value(tokens, rows, mask, TOKENS_EACH)
+    counts = row_value(tokens, rows, mask, EACH[0])
     counts = tl.where(live, tl.minimum(tl.maximum(counts, 0), width), 0)
     first = tl.load(start + slot * each, mask=live, other=0)
     committed = tl.load(length + slot * each, mask=live, other=0)
     at = tl.load(position + slot * each, mask=live, other=0)
-    in_force = tl.minimum(
-        tl.load(window + slot * each, mask=live, other=0), row_value(windows, rows, mask, WINDOWS_EACH)
-    )
-    due = live & ((row_value(forced, rows, mask, FORCED_EACH) != 0) | (committed + counts > in_force))
+    in_force = tl.minimum(tl.load(window + slot * each, mask=live, other=0), row_value(windows, rows, mask, EACH[1]))
+    due = live & ((row_value(forced, rows, mask, EACH[2]) != 0) | (committed + counts > in_force))
     return slot, counts, first, committed, at, due
 
 
@@ -69,45 +120,18 @@ def plan_kernel(
     | tokens, windows, forced, trees | [B] or a number | in | (pointer, stride) or (number, 0) |
     | start, length, position, window | [slots] int64 | in | the cursor; slots lie `each` apart |
     """
-    offsets = tl.arange(0, BLOCK).to(tl.int64)
-    due_rows = tl.zeros([], tl.int32)
+    given = (slots, tokens, windows, forced, start, length, position, window, each, width)
+    EACH: tl.constexpr = (TOKENS_EACH, WINDOWS_EACH, FORCED_EACH)
+    all_folds = count_folds(planned_rows, given, EACH, batch, BLOCK)
+    before = tl.zeros([], tl.int32)
     for block in range(0, batch, BLOCK):
-        rows = block + offsets
+        rows = block + tl.arange(0, BLOCK).to(tl.int64)
         mask = rows < batch
-        slot, counts, first, committed, at, due = plan_block(
-            rows, mask, slots, tokens, windows, forced, start, length, position, window, each, width,
-            TOKENS_EACH, WINDOWS_EACH, FORCED_EACH,
-        )  # fmt: skip
-        due_rows += tl.sum((due & (committed > 0)).to(tl.int32), 0)
-
-    folds_before = tl.zeros([], tl.int32)
-    for block in range(0, batch, BLOCK):
-        rows = block + offsets
-        mask = rows < batch
-        slot, counts, first, committed, at, due = plan_block(
-            rows, mask, slots, tokens, windows, forced, start, length, position, window, each, width,
-            TOKENS_EACH, WINDOWS_EACH, FORCED_EACH,
-        )  # fmt: skip
-        folded = tl.where(due, committed, 0)
-        out = plan + rows * plan_row
-        tl.store(out + SLOT, slot, mask=mask)
-        tl.store(out + TOKENS, counts, mask=mask)
-        tl.store(out + FOLDED, folded, mask=mask)
-        tl.store(out + FOLD_START, first, mask=mask)
-        tl.store(out + HISTORY, committed - folded, mask=mask)
-        tl.store(out + EMPTY, (at == committed).to(tl.int64), mask=mask)
-        tl.store(out + DUE_COUNT, tl.zeros([BLOCK], tl.int64) + due_rows, mask=mask)
-        tl.store(out + START, (first + folded) % ring_rows, mask=mask)
-        tl.store(out + POSITION, at, mask=mask)
-        tl.store(out + DUE, due.to(tl.int64), mask=mask)
-        tl.store(out + TREE, tl.where(slot >= 0, row_value(trees, rows, mask, TREES_EACH), 0), mask=mask)
-
-        # rows that fold come first: their rank among themselves, and that of the others behind them
-        folds = (folded > 0).to(tl.int32)
-        rank = folds_before + tl.cumsum(folds, 0) - folds
-        place = tl.where(folds > 0, rank, due_rows + (rows.to(tl.int32) - rank))
-        tl.store(plan + place.to(tl.int64) * plan_row + ORDER, rows, mask=mask)
-        folds_before += tl.sum(folds, 0)
+        slot, counts, first, committed, at, due = planned_rows(rows, mask, given, EACH)
+        tree = tl.where(slot >= 0, row_value(trees, rows, mask, TREES_EACH), 0)
+        before = write_plan(
+            plan, plan_row, rows, mask, slot, counts, first, committed, at, due, tree, ring_rows, all_folds, before
+        )
 
 
 @triton.jit
@@ -123,33 +147,33 @@ def settle_kernel(
     | start, length, position, pending, tree, window | [slots] int64 | in/out | the cursor; slots lie `each` apart |
     | tally | [5] int64 | in/out | row steps, new records, history records, flushes, folded records |
     """
-    offsets = tl.arange(0, BLOCK).to(tl.int64)
+    cursor = (start, length, position, pending, tree, window, each)
     row_steps, flushes = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     new, seen, folded_records = tl.zeros([], tl.int64), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for block in range(0, batch, BLOCK):
-        rows = block + offsets
+        rows = block + tl.arange(0, BLOCK).to(tl.int64)
         mask = rows < batch
         row = plan + rows * plan_row
         slot = tl.load(row + SLOT, mask=mask, other=-1)
         live = slot >= 0
+        first = tl.load(row + START, mask=live, other=0)
         folded = tl.load(row + FOLDED, mask=live, other=0)
         history = tl.load(row + HISTORY, mask=live, other=0)
-        tl.store(start + slot * each, tl.load(row + START, mask=live, other=0), mask=live)
-        tl.store(length + slot * each, history, mask=live)
         flushed = (folded > 0).to(tl.int64)
         flushes += tl.sum(flushed, 0)
         folded_records += tl.sum(folded, 0)
         if KIND == FLUSH:
             row_steps += tl.sum(flushed, 0)
+            tl.store(start + slot * each, first, mask=live)
+            tl.store(length + slot * each, history, mask=live)
         else:
             tokens = tl.load(row + TOKENS, mask=live, other=0)
-            tl.store(tree + slot * each, tl.load(row + TREE, mask=live, other=0), mask=live)
+            at = tl.load(row + POSITION, mask=live, other=0)
+            shape = tl.load(row + TREE, mask=live, other=0)
             if KIND == PROMPT:
-                tl.store(position + slot * each, tl.load(row + POSITION, mask=live, other=0) + tokens, mask=live)
-                tl.store(pending + slot * each, tl.zeros([BLOCK], tl.int64), mask=live)
+                write_cursor(cursor, slot, live, first, history, at + tokens, tl.zeros([BLOCK], tl.int64), shape)
             else:
-                tl.store(position + slot * each, tl.load(row + POSITION, mask=live, other=0), mask=live)
-                tl.store(pending + slot * each, tokens, mask=live)
+                write_cursor(cursor, slot, live, first, history, at, tokens, shape)
                 # the phase given at acquire holds for one flush only; loading a prompt is not that flush
                 due = tl.load(row + DUE, mask=live, other=0) != 0
                 tl.store(window + slot * each, tl.zeros([BLOCK], tl.int64) + full_window, mask=due)
