@@ -1,5 +1,6 @@
 """The repository itself: its size, its version, its README, and what must not be in it."""
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -52,6 +53,40 @@ def test_no_machine_paths(tracked: list[Path]) -> None:
             continue  # weights, images
         found += [f"{path.relative_to(ROOT)}: {hit.group()}" for hit in pattern.finditer(text)]
     assert not found
+
+
+FLOORS = (
+    {"models"},
+    {"recurrences"},
+    {"config", "state"},
+    {"kernels"},
+    {"flow"},
+    {"attach"},
+    {"decode", "evaluate"},
+    {"planner"},
+    {"bench"},
+    {"cli"},
+)
+"""Parts of the package; each imports those on floors before its own."""
+
+
+def test_imports_go_one_way() -> None:
+    package = ROOT / "src" / "replayssm"
+    floors = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        part = path.relative_to(package).parts[0].removesuffix(".py")
+        if part.startswith("__"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path} imports relatively"
+                names = [str(node.module)]
+            for taken in (name.split(".")[1] for name in names if name.startswith("replayssm.")):
+                if taken != part and floors[taken] >= floors[part] and {taken, part} != {"config", "state"}:
+                    wrong.append(f"{path.relative_to(package)} imports {taken}")
+    assert not wrong
 
 
 def test_version_has_one_home(tracked: list[Path]) -> None:

@@ -14,8 +14,8 @@ import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from replayssm.bench.predictions import differences, step_differences, summary
 from replayssm.bench.rows import Report
-from replayssm.planner.compare import differences, step_differences, summary
 from replayssm.planner.gpus import H200, KernelCosts
 
 FOLDER = Path(__file__).resolve().parents[1]

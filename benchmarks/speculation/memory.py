@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from replayssm import __version__
-from replayssm.bench.steps import fewer_layers
 from replayssm.planner.gpus import Gpu, find_gpu
-from replayssm.planner.model import config_of, known_configs, sizes_of
+from replayssm.planner.model import config_of, fewer_layers, known_configs, sizes_of
 from replayssm.planner.step import KEPT_FREE, Memory, Workload, plan, weight_bytes
 
 MODELS = {"nemotron3-super-120b": 22, "qwen3.5-122b-a10b": 8, "nemotron3-nano-4b": None, "qwen3.5-4b": None}

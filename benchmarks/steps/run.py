@@ -48,13 +48,13 @@ from replayssm import ReplayConfig, flow  # noqa: E402
 from replayssm.attach.transformers.sequences import Sequences  # noqa: E402
 from replayssm.bench import html  # noqa: E402
 from replayssm.bench.candidate import Config  # noqa: E402
-from replayssm.bench.cases import MODEL_DTYPE, Case  # noqa: E402
+from replayssm.bench.cases import Case  # noqa: E402
 from replayssm.bench.geometries import MODELS, Model  # noqa: E402
 from replayssm.bench.rows import Conditions, Report  # noqa: E402
 from replayssm.bench.session import Session  # noqa: E402
 from replayssm.bench.step_cli import Request, run  # noqa: E402
 from replayssm.bench.steps import Side, StepCase, replace_verify  # noqa: E402
-from replayssm.planner.model import config_of, read_fields, sizes_of  # noqa: E402
+from replayssm.planner.model import MODEL_DTYPE, config_of, read_fields, sizes_of  # noqa: E402
 
 TAKING = (
     VllmMamba2Given,

@@ -21,7 +21,7 @@ from .. import interpreter
 interpreter.switch_on()
 
 from replayssm.bench import cli, show  # noqa: E402
-from replayssm.bench.cases import Case, Phase  # noqa: E402
+from replayssm.bench.cases import Case  # noqa: E402
 from replayssm.bench.floors import Floors  # noqa: E402
 from replayssm.bench.geometries import MODELS  # noqa: E402
 from replayssm.bench.reference import recurrent, relative_error  # noqa: E402
@@ -29,6 +29,7 @@ from replayssm.bench.replay import Replay, through_flow  # noqa: E402
 from replayssm.bench.rows import Conditions, Refusal, Report, Row  # noqa: E402
 from replayssm.bench.session import Session  # noqa: E402
 from replayssm.bench.timing import CudaTimer, WallTimer, rotation  # noqa: E402
+from replayssm.state.cursor import Phase  # noqa: E402
 
 CPU = torch.device("cpu")
 GEOMETRIES = ("tiny-mamba2", "odd-mamba2", "tiny-gdn", "tiny-kda")

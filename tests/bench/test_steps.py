@@ -27,11 +27,10 @@ from replayssm.bench.steps import (
     StepBench,
     StepCase,
     build_model,
-    fewer_layers,
     replace_verify,
 )
 from replayssm.cli.app import app
-from replayssm.planner.model import known_configs
+from replayssm.planner.model import fewer_layers, known_configs
 
 from ..attach import models
 

@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from replayssm import ReplayConfig
+from replayssm.bench import tune, tune_cli
 from replayssm.bench.timing import WallTimer
-from replayssm.kernels import ops, tune, tune_cli, tuned
+from replayssm.kernels import ops, tuned
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry, get
 from replayssm.state.layout import StateLayout, number_of

@@ -15,13 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 from replayssm.bench.geometries import find
+from replayssm.bench.predictions import LIMIT, differences, step_differences, summary
 from replayssm.bench.rows import Report
-from replayssm.bench.steps import fewer_layers
 from replayssm.cli.app import app
 from replayssm.config import ReplayConfig
-from replayssm.planner.compare import LIMIT, differences, step_differences, summary
 from replayssm.planner.gpus import H200, Fit
-from replayssm.planner.model import config_of, known_configs, read_fields, sizes_of
+from replayssm.planner.model import config_of, fewer_layers, known_configs, read_fields, sizes_of
 from replayssm.planner.step import MEASURED, Workload, plan
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import LayerState, StatePool

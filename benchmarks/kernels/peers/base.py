@@ -11,9 +11,10 @@ from torch import Tensor
 
 from peers.inputs import Inputs, draw
 from replayssm.bench.candidate import Config, View, What
-from replayssm.bench.cases import MODEL_DTYPE, Case
+from replayssm.bench.cases import Case
 from replayssm.bench.reference import Errors, recurrent, relative_error, sample_rows
 from replayssm.bench.timing import rotation_layers
+from replayssm.planner.model import MODEL_DTYPE
 
 LIMITS = {"fp32": Errors(1e-2, 5e-3), "fp16": Errors(1e-2, 5e-3), "bf16": Errors(1e-2, 1e-2)}
 """Allowed errors by state format. Outputs are bf16, and some kernels round beta to bf16 whatever the state is."""

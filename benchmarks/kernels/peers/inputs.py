@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replayssm.bench.cases import MODEL_DTYPE, Case
+from replayssm.bench.cases import Case
+from replayssm.planner.model import MODEL_DTYPE
 from replayssm.recurrences.gdn.spec import GatedDeltaNet
 from replayssm.recurrences.kda.spec import KimiDeltaAttention
 from replayssm.recurrences.mamba2.spec import Mamba2

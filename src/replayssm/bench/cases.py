@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,41 +9,11 @@ from typing import Any
 import torch
 
 from replayssm.bench.geometries import Model, find
-from replayssm.recurrences import Geometry, Recurrence
-from replayssm.state import cursor
+from replayssm.config import ReplayConfig
+from replayssm.planner.model import MODEL_DTYPE
+from replayssm.state.cursor import Phase, cycle
 from replayssm.state.formats import FORMATS
-from replayssm.state.layout import Tally
-
-MODEL_DTYPE = torch.bfloat16
-"""Activations of every benchmark."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One step of the flush cycle of a row.
-
-    Args:
-        length: committed records at the start of the step.
-        due: whether the row flushes in it.
-    """
-
-    length: int
-    due: bool
-
-
-def cycle(window: int, verify_len: int, accepted: int) -> list[Phase]:
-    """The steps of a row from one flush to the next in the steady state, the flushing one last."""
-    phases, length = [], accepted
-    while not cursor.due(length, verify_len, window):
-        phases.append(Phase(length, False))
-        length += accepted
-    return [*phases, Phase(length, True)]
-
-
-def io_bytes(recurrence: Recurrence, geometry: Geometry) -> int:
-    """Bytes of one layer's inputs and outputs for one token: bf16 activations, exact fields in fp32."""
-    sizes = [(math.prod(field.shape(geometry)), 2 if field.dtype == "model" else 4) for field in recurrence.inputs]
-    return 2 * geometry.heads * geometry.value_dim + sum(elements * size for elements, size in sizes)
+from replayssm.state.layout import StateLayout, Tally
 
 
 @dataclass(frozen=True)
@@ -89,6 +58,12 @@ class Case:
         return self.format.partition("+")[2] or None
 
     @property
+    def layout(self) -> StateLayout:
+        """Of one layer as it is timed; ValueError where the format makes no sense."""
+        config = ReplayConfig.of(self.format, window=self.window, verify_len=self.verify_len)
+        return StateLayout(self.model.replayed, self.model.timed, config, MODEL_DTYPE)
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """Dtype of an ordinary kernel's state: that of the checkpoint."""
         return FORMATS[self.checkpoint_format].dtype
@@ -102,7 +77,7 @@ class Case:
     @property
     def io_bytes(self) -> int:
         """Bytes of one layer's inputs and outputs of all rows and tokens."""
-        return self.batch * self.verify_len * io_bytes(self.model.replayed, self.model.geometry)
+        return self.batch * self.verify_len * self.layout.io_bytes
 
     def cycle(self) -> list[Phase]:
         """The steps of a row from one flush to the next in the steady state, the flushing one last."""

@@ -25,8 +25,7 @@ from rich.table import Table
 from replayssm import ReplayConfig
 from replayssm.bench.rows import Conditions, Refusal, Report, Row
 from replayssm.bench.show import headline
-from replayssm.bench.steps import fewer_layers
-from replayssm.planner.model import config_of, read_fields
+from replayssm.planner.model import config_of, fewer_layers, read_fields
 
 LOAD_FORMAT = "replayssm_random"
 WARM_UP = 24

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -15,7 +15,7 @@ class Model:
 
     Args:
         recurrence: name in `replayssm.recurrences`.
-        geometry: sizes of one layer. Kernels are timed without the convolution, so `conv_channels` is for reference.
+        geometry: sizes of one layer.
         layers: recurrent layers of the model.
     """
 
@@ -27,6 +27,11 @@ class Model:
     def replayed(self) -> Recurrence:
         """The recurrence itself."""
         return get(self.recurrence)
+
+    @property
+    def timed(self) -> Geometry:
+        """Sizes of a layer as kernels are timed: without its convolution."""
+        return replace(self.geometry, conv_channels=0)
 
 
 def _collect() -> dict[str, Model]:

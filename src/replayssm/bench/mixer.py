@@ -12,15 +12,17 @@ from torch import Tensor
 
 from replayssm import __version__
 from replayssm.bench.candidate import Config, View, What
-from replayssm.bench.cases import MODEL_DTYPE, Case, Phase
+from replayssm.bench.cases import Case
 from replayssm.bench.geometries import Model
 from replayssm.bench.reference import CheckFailed, Errors, relative_error
 from replayssm.bench.replay import PreparedReplay, Replay
 from replayssm.flow import mix
 from replayssm.flow.step import Step
+from replayssm.planner.model import MODEL_DTYPE
 from replayssm.recurrences import Geometry
 from replayssm.recurrences.binding import bindings
 from replayssm.recurrences.mixer import Mixer
+from replayssm.state.cursor import Phase
 from replayssm.state.pool import StatePool
 
 LIMIT = 2e-2

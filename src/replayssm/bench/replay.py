@@ -7,7 +7,6 @@ costs. `live` is a whole step instead: plan, all layers, settling and commit, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +14,16 @@ from torch import Tensor
 
 from replayssm import ReplayConfig, __version__
 from replayssm.bench.candidate import Config, View, What
-from replayssm.bench.cases import MODEL_DTYPE, Case, Phase
+from replayssm.bench.cases import Case
 from replayssm.bench.geometries import Model
 from replayssm.bench.reference import Errors, recurrent, relative_error, sample_rows
 from replayssm.bench.timing import Step as Launch
 from replayssm.bench.timing import rotation_layers
 from replayssm.flow import close_step, commit, load, materialize, open_step, prompt, verify
 from replayssm.flow.step import Step
+from replayssm.planner.model import MODEL_DTYPE
 from replayssm.recurrences import Geometry
+from replayssm.state.cursor import Phase
 from replayssm.state.layout import StateLayout, Tally
 from replayssm.state.pool import StatePool
 
@@ -130,8 +131,8 @@ class PreparedReplay:
 
     @staticmethod
     def _geometry(model: Model) -> Geometry:
-        """Sizes of a layer as it is timed: without its convolution."""
-        return replace(model.geometry, conv_channels=0)
+        """Sizes of a layer of the pool."""
+        return model.timed
 
     # ---- what is right
 

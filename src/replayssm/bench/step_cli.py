@@ -22,9 +22,8 @@ from replayssm.bench.steps import (
     StepCase,
     UnfusedSide,
     build_model,
-    fewer_layers,
 )
-from replayssm.planner.model import read_fields
+from replayssm.planner.model import fewer_layers, read_fields
 
 Others = Callable[[StepCase], Sequence[Side]]
 """Sides to measure beside the library's own."""

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from replayssm import ReplayConfig, __version__, attach, flow
 from replayssm.attach.transformers.sequences import Sequences
-from replayssm.bench.cases import MODEL_DTYPE, cycle
 from replayssm.bench.reference import CheckFailed, relative_error
 from replayssm.bench.rows import Refusal, Report, Row
 from replayssm.decode import STATIC, Runner, compile_neighbours
 from replayssm.decode.columns import Ragged
 from replayssm.decode.runner import WARM_UP
+from replayssm.planner.model import MODEL_DTYPE, build, config_of
+from replayssm.state.cursor import cycle
 
 CHECKED_ROWS, CHECKED_PROMPT, MOST_CHECKED = 2, 5, 256
 ALIKE = 160
@@ -32,9 +33,6 @@ ALIKE = 160
 CHECK_LIMITS = {"fp32": 1e-1, "fp16": 1e-1, "bf16": 1e-1, "fp8": 3e-1, "int8": 3e-1, "nvfp4": 5e-1}
 """Allowed relative error of any recurrent layer's outputs, by the format that they read: activations are bf16 through
 all layers in front of it. A state that is not there makes it 0.5 and more (a test holds that)."""
-
-PER_LAYER = ("layers_block_type", "layer_types", "mlp_layer_types")
-"""Fields of configurations that have an entry per layer."""
 
 CHUNKS, SHORT_CHUNK = ("chunk_size", "mamba_chunk_size"), 16
 """Fields with the chunk of a prompt's scan. Prompts are not timed."""
@@ -188,27 +186,8 @@ class Scripted(Runner):
                 flow.load(sequences.pool, ordinal, step, torch.randn(shape, device=state.device))
 
 
-def fewer_layers(fields: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
-    """A configuration of the first layers only; all of them by default.
-
-    Raises:
-        ValueError: it has fewer layers, or none are left.
-    """
-    if layers is None:
-        return dict(fields)
-    text = fields.get("text_config")
-    if isinstance(text, Mapping):
-        return {**fields, "text_config": fewer_layers(text, layers)}
-    if not 1 <= layers <= fields.get("num_hidden_layers", layers):
-        raise ValueError(f"layers must be in 1..{fields.get('num_hidden_layers', '')}, got {layers}")
-    cut = {name: fields[name][:layers] for name in PER_LAYER if name in fields}
-    return {**fields, **cut, "num_hidden_layers": layers}
-
-
 def build_model(fields: Mapping[str, Any], device: torch.device) -> Any:
     """The model of a configuration with random weights in bf16; on a GPU its neighbours are compiled."""
-    from replayssm.planner.model import build, config_of
-
     config = config_of(fields)
     for name in CHUNKS:
         # a scan of prompts pads each to whole chunks, which for a large batch of short ones is more than a GPU holds

@@ -10,9 +10,9 @@ import typer
 
 from replayssm import __version__
 from replayssm.bench.cli import app as bench
+from replayssm.bench.tune_cli import tune
 from replayssm.cli.errors import clear_errors
 from replayssm.cli.speculate import DEFAULT_DRAFT_LEN, Guesser, Speculation
-from replayssm.kernels.tune_cli import tune
 from replayssm.models import DEFAULT, DRAFT
 
 app = typer.Typer(

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from replayssm.bench.steps import fewer_layers
 from replayssm.cli.errors import CliError
 from replayssm.planner.gpus import Fit, Gpu, find_gpu
-from replayssm.planner.model import ModelSizes, config_of, read_fields, sizes_of
+from replayssm.planner.model import ModelSizes, config_of, fewer_layers, read_fields, sizes_of
 from replayssm.planner.step import Plan, Workload, plans, weight_bytes
 
 USUAL = ("fp32", "bf16", "fp32+fp8", "fp32+nvfp4")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replayssm.bench.cases import cycle, io_bytes
 from replayssm.planner.gpus import KernelCosts
+from replayssm.state.cursor import cycle
 from replayssm.state.layout import StateLayout
 
 
@@ -39,7 +39,7 @@ def layer_times(costs: KernelCosts, layout: StateLayout, rows: int, accepted: in
     steps, drafts = len(phases), config.verify_len - 1
     middle = phases[(steps - 1) // 2].length
     mean = sum(histories) / max(1, len(histories))
-    new_bytes = rows * config.verify_len * (io_bytes(layout.recurrence, geometry) + layout.record_bytes)
+    new_bytes = rows * config.verify_len * (layout.io_bytes + layout.record_bytes)
     millions = rows * geometry.heads * geometry.key_dim * geometry.value_dim / 1e6
     probes = 2 if layout.recurrence.delta_rule else 1
     read = layout.read_format or layout.checkpoint_format
@@ -82,5 +82,5 @@ def layer_times(costs: KernelCosts, layout: StateLayout, rows: int, accepted: in
 
 def ordinary_us(costs: KernelCosts, layout: StateLayout, rows: int, tokens: int = 1) -> float:
     """An ordinary kernel: reads a state and writes one per token, which for drafts are snapshots."""
-    moved = (1 + tokens) * layout.ordinary_bytes + tokens * io_bytes(layout.recurrence, layout.geometry)
+    moved = (1 + tokens) * layout.ordinary_bytes + tokens * layout.io_bytes
     return costs.ordinary_launch_us + rows * moved / costs.ordinary_gb_s / 1e3

@@ -21,6 +21,12 @@ from torch import nn
 from replayssm.recurrences import Geometry, Recurrence, registry
 from replayssm.recurrences.binding import bindings, supported_families
 
+MODEL_DTYPE = torch.bfloat16
+"""Weights and activations of everything that is predicted or benchmarked."""
+
+PER_LAYER = ("layers_block_type", "layer_types", "mlp_layer_types")
+"""Fields of configurations that have an entry per layer."""
+
 EXPERTS_CHOSEN = ("num_experts_per_tok", "num_experts_per_token")
 """What configurations call the number of experts that a token takes."""
 
@@ -130,6 +136,23 @@ def config_of(fields: Mapping[str, Any]) -> Any:
         raise ValueError(f"transformers does not take this configuration: {reason}") from None
 
 
+def fewer_layers(fields: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """A configuration of the first layers only; all of them by default.
+
+    Raises:
+        ValueError: it has fewer layers, or none are left.
+    """
+    if layers is None:
+        return dict(fields)
+    text = fields.get("text_config")
+    if isinstance(text, Mapping):
+        return {**fields, "text_config": fewer_layers(text, layers)}
+    if not 1 <= layers <= fields.get("num_hidden_layers", layers):
+        raise ValueError(f"layers must be in 1..{fields.get('num_hidden_layers', '')}, got {layers}")
+    cut = {name: fields[name][:layers] for name in PER_LAYER if name in fields}
+    return {**fields, **cut, "num_hidden_layers": layers}
+
+
 def build(config: Any, **options: Any) -> Any:
     """The model of a configuration with random weights, the text part alone where there are others.
 
@@ -167,7 +190,7 @@ def sizes_of(name: str, config: Any) -> ModelSizes:
     from replayssm.attach.transformers.layers import attention_class
 
     with torch.device("meta"):
-        model = build(config, dtype=torch.bfloat16)
+        model = build(config, dtype=MODEL_DTYPE)
     text = model.config.get_text_config(decoder=True)
     known = bindings()
     recurrent: Counter[tuple[str, Geometry]] = Counter()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replayssm.bench.cases import MODEL_DTYPE
 from replayssm.config import MAX_WINDOW, ReplayConfig
 from replayssm.planner.gpus import Gpu
 from replayssm.planner.kernels import layer_times, ordinary_us
-from replayssm.planner.model import ModelSizes
+from replayssm.planner.model import MODEL_DTYPE, ModelSizes
 from replayssm.state.layout import StateLayout
 
 WEIGHT_BYTES = MODEL_DTYPE.itemsize

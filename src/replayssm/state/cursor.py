@@ -50,6 +50,28 @@ def commit(length: IntOrTensor, position: IntOrTensor, accepted: IntOrTensor) ->
     return length + accepted, position + accepted
 
 
+@dataclass(frozen=True)
+class Phase:
+    """One step of the flush cycle of a row.
+
+    Args:
+        length: committed records at the start of the step.
+        due: whether the row flushes in it.
+    """
+
+    length: int
+    due: bool
+
+
+def cycle(window: int, verify_len: int, accepted: int) -> list[Phase]:
+    """The steps of a row from one flush to the next in the steady state, the flushing one last."""
+    phases, length = [], accepted
+    while not due(length, verify_len, window):
+        phases.append(Phase(length, False))
+        length += accepted
+    return [*phases, Phase(length, True)]
+
+
 def tree_code(parents: Tensor) -> Tensor:
     """The shape of each row's tree as one number [B], which is 0 for a chain.
 

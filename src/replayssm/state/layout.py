@@ -175,6 +175,12 @@ class StateLayout:
         return self.bytes_of("ring") // self.ring_rows
 
     @property
+    def io_bytes(self) -> int:
+        """Bytes of the layer's inputs and outputs for one token: activations, and what must be exact."""
+        inputs = (math.prod(f.shape(self.geometry)) * self.dtype_of(f).itemsize for f in self.recurrence.inputs)
+        return self.geometry.heads * self.geometry.value_dim * self.model_dtype.itemsize + sum(inputs)
+
+    @property
     def read_bytes(self) -> int:
         """State bytes that one row reads for its outputs in one step: the read copy, or else the checkpoint."""
         return self.bytes_of("read_copy") or self.bytes_of("checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -45,8 +44,8 @@ def tune(
 
     from replayssm.bench.geometries import find
     from replayssm.bench.rows import Conditions
+    from replayssm.bench.tune import tune as measure
     from replayssm.config import ReplayConfig
-    from replayssm.kernels.tune import tune as measure
     from replayssm.kernels.tuned import path_of, save
     from replayssm.state.layout import StateLayout
 
@@ -57,9 +56,7 @@ def tune(
     try:
         for name, form, tokens in product(geometry, state_format or ["fp32"], verify_len or [1]):
             model, config = find(name), ReplayConfig(window, tokens, form)
-            layouts.append(
-                StateLayout(model.replayed, replace(model.geometry, conv_channels=0), config, torch.bfloat16)
-            )
+            layouts.append(StateLayout(model.replayed, model.timed, config, torch.bfloat16))
     except ValueError as error:
         _fail(str(error))
     for layout in layouts:

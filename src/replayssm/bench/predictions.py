@@ -1,20 +1,18 @@
-"""Predicted layer times beside the measured rows of `replayssm bench` and `benchmarks/kernels`."""
+"""What the planner predicts beside the measured rows of `replayssm bench` and `benchmarks`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from replayssm.bench.cases import MODEL_DTYPE, Case
+from replayssm.bench.cases import Case
 from replayssm.bench.rows import Report, Row, best
-from replayssm.bench.steps import PerTokenSide, fewer_layers
-from replayssm.config import ReplayConfig
+from replayssm.bench.steps import PerTokenSide
 from replayssm.planner.gpus import Fit, Gpu, KernelCosts
 from replayssm.planner.kernels import layer_times, ordinary_us
-from replayssm.planner.model import config_of, known_configs, sizes_of
+from replayssm.planner.model import config_of, fewer_layers, known_configs, sizes_of
 from replayssm.planner.step import Workload, plan, step_time
-from replayssm.state.layout import StateLayout
 
 LIMIT = 0.15
 """What a prediction may be off."""
@@ -89,14 +87,7 @@ def _rows(report: Report) -> Iterator[Row]:
 
 def _predicted(costs: KernelCosts, row: Row) -> float:
     case = Case(row.geometry, row.batch, row.format, row.window or 16, row.verify_len, row.accepted)
-    config = ReplayConfig(
-        window=case.window,
-        verify_len=case.verify_len,
-        checkpoint_format=case.checkpoint_format,
-        read_format=case.read_format,
-    )
-    geometry = replace(case.model.geometry, conv_channels=0)
-    layout = StateLayout(case.model.replayed, geometry, config, MODEL_DTYPE)
+    layout = case.layout
     if row.what in ("ordinary", "snapshot"):
         return ordinary_us(costs, layout, case.batch, case.verify_len)
     times = layer_times(costs, layout, case.batch, case.accepted)
