@@ -412,7 +412,7 @@ def test_tables_and_plots_come_from_rows(tmp_path: Path, capsys: pytest.CaptureF
     [
         ([], "needs a CUDA GPU"),
         (["--geometry", "nothing"], "no geometry is called 'nothing'"),
-        (["--verify-len", "8", "--window", "4"], "verify_len 8 does not fit in window 4"),
+        (["--verify-len", "8", "--window", "4"], "verify_len 8 is larger than window 4"),
         (["--batch", "0"], "batch must be at least 1"),
     ],
 )

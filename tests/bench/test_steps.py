@@ -187,7 +187,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("nothing-7b", "--device", "cpu"), "no model is called that"),
         (("qwen3.5-4b", "--device", "tpu"), 'device must be "cuda" or "cpu"'),
         (("qwen3.5-4b", "--verify-len", "4", "--window", "2"), "verify_len 4 is larger than window 2"),
-        (("qwen3.5-4b", "--steps", "0"), "steps and layers must be at least 1"),
+        (("qwen3.5-4b", "--steps", "0"), "steps must be at least 1, got 0"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the first is for machines without a GPU")

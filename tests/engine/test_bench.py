@@ -25,10 +25,10 @@ def test_it_says_that_vllm_is_missing() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"batches": ()}, "batches, context and steps must be at least 1"),
-        ({"batches": (0,)}, "batches, context and steps must be at least 1"),
+        ({"batches": ()}, "batches must be at least 1, got 0"),
+        ({"batches": (0,)}, "batches must be at least 1, got 0"),
         ({"options": [1]}, r"options must be an object with arguments of vllm.LLM, got \[1\]"),
-        ({"steps": 0}, "batches, context and steps must be at least 1"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"precision": "fp7"}, "checkpoint_format must be one of"),
         ({"window": 2, "draft_len": 3}, "verify_len 4 is larger than window 2"),
     ],

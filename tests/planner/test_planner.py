@@ -208,7 +208,7 @@ def test_the_first_layers_fit_where_all_do_not() -> None:
         (("qwen3.5-4b", "-p", "fp7"), "checkpoint_format must be one of"),
         (("qwen3.5-4b", "--accepted", "5"), "accepted must be in 1..verify_len"),
         (("qwen3.5-4b", "--window", "2"), "verify_len 4 is larger than window 2"),
-        (("qwen3.5-4b", "-b", "0"), "batch and context must be at least 1"),
+        (("qwen3.5-4b", "-b", "0"), "batch must be at least 1, got 0"),
     ],
 )
 def test_a_wrong_request_is_one_sentence(words: tuple[str, ...], reason: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from replayssm.bench.geometries import Model, find
 from replayssm.config import ReplayConfig
 from replayssm.planner.model import MODEL_DTYPE
+from replayssm.planner.step import require_work
 from replayssm.state.cursor import Phase, cycle
 from replayssm.state.formats import FORMATS
 from replayssm.state.layout import StateLayout, Tally
@@ -38,12 +39,8 @@ class Case:
 
     def __post_init__(self) -> None:
         find(self.geometry)
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
-        if not 1 <= self.accepted <= self.verify_len:
-            raise ValueError(f"accepted must be in 1..{self.verify_len}, got {self.accepted}")
-        if not self.verify_len <= self.window:
-            raise ValueError(f"verify_len {self.verify_len} does not fit in window {self.window}")
+        require_work(self.verify_len, self.accepted, batch=self.batch)
+        ReplayConfig(self.window, self.verify_len)
 
     @property
     def model(self) -> Model:

@@ -26,6 +26,7 @@ from replayssm import ReplayConfig
 from replayssm.bench.rows import Conditions, Refusal, Report, Row
 from replayssm.bench.show import headline
 from replayssm.planner.model import config_of, fewer_layers, read_fields
+from replayssm.planner.step import require_work
 
 LOAD_FORMAT = "replayssm_random"
 WARM_UP = 24
@@ -58,8 +59,7 @@ class EngineRequest:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1 or self.context < 1 or self.steps < 1:
-            raise ValueError("batches, context and steps must be at least 1")
+        require_work(batches=min(self.batches, default=0), context=self.context, steps=self.steps)
         if self.options is not None and not isinstance(self.options, Mapping):
             raise ValueError(f"options must be an object with arguments of vllm.LLM, got {self.options!r}")
         ReplayConfig.of(self.precision, window=self.window, verify_len=1 + self.draft_len)

@@ -24,6 +24,7 @@ from replayssm.bench.steps import (
     build_model,
 )
 from replayssm.planner.model import fewer_layers, read_fields
+from replayssm.planner.step import require_work
 
 Others = Callable[[StepCase], Sequence[Side]]
 """Sides to measure beside the library's own."""
@@ -64,15 +65,12 @@ class Request:
     def cases(self) -> list[StepCase]:
         """What is measured; ValueError where that makes no sense."""
         name = Path(self.model).name if Path(self.model).exists() else self.model
-        found = [
+        return [
             StepCase(name, batch, context, form, self._window(form), self.verify_len, self.accepted)
             for context in self.contexts
             for batch in sorted(self.batches, reverse=True)
             for form in self.formats
         ]
-        for case in found:
-            case.config()
-        return found
 
     def _window(self, form: str) -> int:
         return self.read_window if self.read_window is not None and "+" in form else self.window
@@ -86,8 +84,7 @@ def run(request: Request, others: Others = lambda case: ()) -> Report:
     """
     cases = request.cases()
     fields = read_fields(request.model)
-    if request.steps < 1 or (request.layers is not None and request.layers < 1):
-        raise ValueError("steps and layers must be at least 1")
+    require_work(steps=request.steps)
     if request.device not in ("cuda", "cpu"):
         raise ValueError(f'device must be "cuda" or "cpu", got {request.device!r}')
     if request.device == "cuda" and not torch.cuda.is_available():

@@ -25,6 +25,7 @@ from replayssm.decode import STATIC, Runner, compile_neighbours
 from replayssm.decode.columns import Ragged
 from replayssm.decode.runner import WARM_UP
 from replayssm.planner.model import MODEL_DTYPE, build, config_of
+from replayssm.planner.step import require_work
 from replayssm.state.cursor import cycle
 
 CHECKED_ROWS, CHECKED_PROMPT, MOST_CHECKED = 2, 5, 256
@@ -59,10 +60,8 @@ class StepCase:
     accepted: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.context < 1:
-            raise ValueError(f"batch and context must be at least 1, got {self.batch} and {self.context}")
-        if not 1 <= self.accepted <= self.verify_len:
-            raise ValueError(f"accepted must be in 1..{self.verify_len}, got {self.accepted}")
+        require_work(self.verify_len, self.accepted, batch=self.batch, context=self.context)
+        self.config()
 
     def config(self) -> ReplayConfig:
         return ReplayConfig.of(self.format, window=self.window, verify_len=self.verify_len)

@@ -35,6 +35,15 @@ attention, 3 of a feed-forward one and 27 of one with experts.
 """
 
 
+def require_work(verify_len: int = 1, accepted: int = 1, **counts: int) -> None:
+    """ValueError unless every count is at least 1, and `accepted` tokens of a step of `verify_len` can stay."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    if not 1 <= accepted <= verify_len:
+        raise ValueError(f"accepted must be in 1..verify_len = {verify_len}, got {accepted}")
+
+
 @dataclass(frozen=True)
 class Workload:
     """What is decoded.
@@ -52,10 +61,7 @@ class Workload:
     accepted: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.context < 1:
-            raise ValueError(f"batch and context must be at least 1, got {self.batch} and {self.context}")
-        if not 1 <= self.accepted <= self.verify_len:
-            raise ValueError(f"accepted must be in 1..verify_len = {self.verify_len}, got {self.accepted}")
+        require_work(self.verify_len, self.accepted, batch=self.batch, context=self.context)
 
 
 @dataclass(frozen=True)
