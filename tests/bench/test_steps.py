@@ -188,6 +188,8 @@ def test_the_command(tmp_path: Path) -> None:
         (("qwen3.5-4b", "--device", "tpu"), 'device must be "cuda" or "cpu"'),
         (("qwen3.5-4b", "--verify-len", "4", "--window", "2"), "verify_len 4 is larger than window 2"),
         (("qwen3.5-4b", "--steps", "0"), "steps must be at least 1, got 0"),
+        (("qwen3.5-4b", "--device", "cpu", "--layers", "3"), "none of the first 3 layers of qwen3.5-4b is one of"),
+        (("qwen3.5-4b", "--device", "cpu", "--layers", "0"), "layers must be in 1..32, got 0"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the first is for machines without a GPU")

@@ -23,7 +23,7 @@ from replayssm.bench.steps import (
     UnfusedSide,
     build_model,
 )
-from replayssm.planner.model import fewer_layers, read_fields
+from replayssm.planner.model import config_of, fewer_layers, keeps_keys, read_fields
 from replayssm.planner.step import require_work
 
 Others = Callable[[StepCase], Sequence[Side]]
@@ -90,8 +90,14 @@ def run(request: Request, others: Others = lambda case: ()) -> Report:
     if request.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("bench step needs a CUDA GPU, and torch sees none here; --device cpu makes a dry run")
     device = torch.device(request.device)
+    part, attention = fewer_layers(fields, request.layers), keeps_keys(config_of(fields))
+    if True in attention and not any(attention[: request.layers]):
+        raise ValueError(
+            f"none of the first {request.layers} layers of {request.model} is one of attention, in which transformers "
+            f"counts the tokens of a cache; --layers {1 + attention.index(True)} is the fewest"
+        )
     report = Report(Conditions.collect(device, request.commit), request.json_out)
-    bench = StepBench(build_model(fewer_layers(fields, request.layers), device), report, request.steps)
+    bench = StepBench(build_model(part, device), report, request.steps)
     for case in cases:
         # a window of 1 has no room for drafts, and no read copy
         plain = [PerTokenSide()] if case.verify_len == 1 else []

@@ -179,16 +179,22 @@ def build(config: Any, **options: Any) -> Any:
     )
 
 
+def keeps_keys(config: Any) -> list[bool]:
+    """Of each layer of a model's cache whether it has keys and values."""
+    from transformers.cache_utils import DynamicCache
+
+    from replayssm.attach.transformers.layers import attention_class
+
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return [attention_class(type(layer)) is not None for layer in layers]
+
+
 def sizes_of(name: str, config: Any) -> ModelSizes:
     """Count a model that is built without memory.
 
     Raises:
         ValueError: it has no recurrent layer that can be replayed.
     """
-    from transformers.cache_utils import DynamicCache
-
-    from replayssm.attach.transformers.layers import attention_class
-
     with torch.device("meta"):
         model = build(config, dtype=MODEL_DTYPE)
     text = model.config.get_text_config(decoder=True)
@@ -210,7 +216,7 @@ def sizes_of(name: str, config: Any) -> ModelSizes:
     head = model.get_output_embeddings()
     weights = {id(p): p.numel() for _, module in language for p in module.parameters(recurse=False)}
     matrices = [m.weight.numel() for _, m in language if isinstance(m, nn.Linear) and m is not head]
-    attention = [layer for layer in DynamicCache(config=text).layers if attention_class(type(layer)) is not None]
+    attention = sum(keeps_keys(config))
     kv_elements, score_flops = _attention(text) if attention else (0, 0)
     return ModelSizes(
         name=name,
@@ -218,7 +224,7 @@ def sizes_of(name: str, config: Any) -> ModelSizes:
         parameters=sum(weights.values()),
         matrices=(*matrices, head.weight.numel()),
         experts=tuple(_experts(text, language)),
-        attention_layers=len(attention),
+        attention_layers=attention,
         kv_elements=kv_elements,
         score_flops=score_flops,
         layers=text.num_hidden_layers,
