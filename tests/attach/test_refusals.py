@@ -125,6 +125,25 @@ def test_gradients(family: str) -> None:
                 model(ids[:, :1], **{name: held}, use_cache=True)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_the_last_recurrent_layer_alone(family: str, fused: bool) -> None:
+    """Nothing after it would notice that they are gone."""
+    model, ids = build(family).requires_grad_(False), prompt(9, rows=2)
+    [*_, last] = (p for name, p in model.named_parameters() if name.endswith("A_log"))
+    name, reason = cache_name(model), "no gradients through its recurrent state"
+    with attached(model, window=4, fused=fused), torch.enable_grad():
+        held = new_cache(model)
+        model(ids, **{name: held}, use_cache=True)
+        model(ids[:, :1], **{name: held}, use_cache=True)  # nothing here has gradients
+        last.requires_grad_()
+        for cache in (held, new_cache(model)):
+            with pytest.raises(RuntimeError, match=reason):
+                model(ids[:, :1], **{name: cache}, use_cache=True)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        assert last.grad is not None and bool(last.grad.any())
+
+
 def test_a_cache_made_without_the_models_config() -> None:
     model = built("qwen3_5")
     with attached(model), pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):

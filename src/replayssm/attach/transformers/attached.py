@@ -228,11 +228,11 @@ class Attached:
 
         None for a first forward with gradients: it may fill a cache that nobody continues, and runs as without us.
         """
-        if torch.is_grad_enabled() and hidden.requires_grad:
+        if torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in layer.mixer.parameters())):
             if not is_plain_and_empty(cache, layer):
                 raise RuntimeError(
-                    "an attached model has no gradients through its recurrent state: run forwards that continue a "
-                    "cache under torch.no_grad(), or detach the model"
+                    "an attached model has no gradients through its recurrent state: run forwards with a cache under "
+                    "torch.no_grad(), train with use_cache=False, or detach the model"
                 )
             return None
         return admit(self, cache, hidden.shape[0])
