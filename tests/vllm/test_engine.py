@@ -291,6 +291,25 @@ def test_registering_twice_changes_nothing() -> None:
     assert op_registry_oot == before
 
 
+def test_a_registration_that_fails_changes_nothing_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from replayssm.attach.vllm import plugin, register
+
+    create, before = EngineArgs.create_engine_config, dict(op_registry_oot)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create)
+    monkeypatch.setattr(plugin, "_done", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(plugin, "_layers", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            register()
+    assert EngineArgs.create_engine_config is create and op_registry_oot == before
+    monkeypatch.setattr(plugin, "_layers", dict)
+    register()
+    assert EngineArgs.create_engine_config is not create
+
+
 def test_without_being_asked_it_is_not_there() -> None:
     from types import SimpleNamespace
 

@@ -15,26 +15,31 @@ _done = False
 def register() -> None:
     """Register our layers, and let vLLM's configuration know what replay needs. Once per process.
 
-    Versions outside the range are left alone here: the first engine that asks for replay is told.
+    Versions outside the range are left alone here: the first engine that asks for replay is told. Nothing that can fail
+    comes after the first change, so that a registration that failed can be tried again.
     """
     global _done
     if _done:
         return
-    _done = True
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
 
+    layers = _layers() if options.version_refusal() is None else {}
     _check_configurations(EngineArgs)
-    if options.version_refusal() is not None:
-        return
-    from vllm.model_executor.custom_op import PluggableLayer
+    if layers:
+        from vllm.model_executor.custom_op import PluggableLayer
 
+        for name, layer in layers.items():
+            PluggableLayer.register_oot(layer, name=name)
+        _size_states(type(ModelRegistry))
+    _done = True
+
+
+def _layers() -> dict[str, Any]:
+    """Our subclass of each of vLLM's layers, by that one's name."""
     from replayssm.attach.vllm.layers import replayed
 
-    for recurrence, binding in engine_bindings():
-        name = binding.layer.partition(":")[2]
-        PluggableLayer.register_oot(replayed(recurrence, binding), name=name)
-    _size_states(type(ModelRegistry))
+    return {binding.layer.partition(":")[2]: replayed(recurrence, binding) for recurrence, binding in engine_bindings()}
 
 
 def _check_configurations(arguments: Any) -> None:
