@@ -19,6 +19,32 @@ WITH_EXPERTS = {"nemotron_h", "granitemoehybrid", "qwen3_next", "qwen3_5_moe", "
 ONE_EACH = ("qwen3_5", "bamba", "kimi_linear")
 
 
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_rows_are_rounded_at_random_each_in_its_own_way(family: str) -> None:
+    """Equal rows get different checkpoints, the same in every run; copies of a row go on in its way."""
+    model = built(family)
+
+    def decoded() -> Any:
+        held = new_cache(model)
+        for i in range(7):
+            forward(model, prompt(1, seed=i).expand(3, 1), held, i)
+        return held
+
+    with attached(model, window=2, checkpoint_format="bf16", rounding="stochastic", stagger=False):
+        held, again = decoded(), decoded()
+        for one, other in zip(states_of(held), states_of(again), strict=True):
+            assert torch.equal(one, other)
+            assert not any(torch.equal(one[i], one[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+        held.reorder_cache(torch.tensor([2, 0, 0]))
+        sequences = sequences_of(held)
+        assert sequences.pool.cursor.seed.tolist() == [2, 0, 0]
+        sequences.allow_rollback()
+        assert sequences.pool.cursor.seed.tolist() == [2, 0, 0]
+        held.reset()
+        forward(model, prompt(5, 3), held)
+        assert sequences.pool.cursor.seed.tolist() == [0, 1, 2]
+
+
 @cache
 def rounded(family: str, dtype: torch.dtype) -> Any:
     return build(family, dtype=dtype)

@@ -199,7 +199,11 @@ class Sequences:
 
     @torch.compiler.disable  # the first forward of a cache may be compiled; what it allocates must outlive the graph
     def take_slots(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        """A fresh slot for each of `batch` rows; memory of an earlier use is kept where it fits."""
+        """A fresh slot for each of `batch` rows; memory of an earlier use is kept where it fits.
+
+        A cache says nothing of the request that a row belongs to, so the row's number is its seed: equal prompts of a
+        batch are rounded differently, and each alike in every run.
+        """
         pool = self.holding.pool
         fits = pool is not None and pool.slots.slots == batch and pool.device == device
         if not fits or self.pool.layers[0].layout.model_dtype != dtype:
@@ -209,9 +213,9 @@ class Sequences:
                 self.rows = torch.arange(batch, device=device)
         for slot in range(batch):
             if slot in self.pool.slots.live:
-                self.pool.reset(slot)
+                self.pool.reset(slot, seed=slot)
             else:
-                self.pool.acquire(slot)
+                self.pool.acquire(slot, seed=slot)
         self.failure, self.pending, self.certain = None, 0, True
 
     # ---- one layer of the open step
@@ -408,6 +412,7 @@ class Sequences:
         conv = [flow.conv_window(pool, ordinal, step) for ordinal in layers]
         self._fill(conv, [flow.materialize(pool, ordinal, rows.tolist()) for ordinal in layers])
         self.pool.cursor.saturated += pool.cursor.saturated
+        self.pool.cursor.seed.copy_(pool.cursor.seed)
 
     def _fill(self, conv: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Start with what came before: per recurrent layer, conv inputs [B, T, channels] and a state [B, H, N, P]."""
