@@ -8,6 +8,7 @@ are, full of what was in them. Every output is compared with the recurrence, tok
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from replayssm import ReplayConfig, flow
+from replayssm.attach.vllm import clamped
 from replayssm.attach.vllm.steps import EngineSteps, StepMemory
 from replayssm.recurrences import Geometry, get
 from replayssm.state.cursor import Cursor
 from replayssm.state.layout import StateLayout
-from replayssm.state.pool import LayerState, StatePool
+from replayssm.state.pool import LayerState, SaturationWarning, StatePool
 
 SHARED = Geometry(heads=2, key_heads=1, key_dim=4, value_dim=3)
 OWN = Geometry(heads=2, key_heads=2, key_dim=4, value_dim=3)
@@ -288,6 +290,26 @@ def test_the_comparison_sees_faults(fault: Any, monkeypatch: pytest.MonkeyPatch)
     except (AssertionError, ValueError):
         return
     assert not worst < 1e-2
+
+
+@pytest.mark.parametrize(("form", "scale", "clamps"), [("fp16", 1e5, True), ("fp16", 1.0, False), ("fp32", 1e5, False)])
+def test_clamped_elements_are_said_once(form: str, scale: float, clamps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a sequence that has ended before anybody looks."""
+    monkeypatch.setattr(clamped, "EVERY", 7)  # the first look is in the second sequence
+    engine = Engine("mamba2", ReplayConfig(window=2, checkpoint_format=form), 0, "torch")
+    memory, blocks = engine.memory.rows(1), torch.tensor([3])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for each in (scale, 1.0, 1.0):
+            engine.steps.restart(blocks)
+            for _ in range(6):
+                step = engine.steps.decode(memory, blocks)
+                for layer in range(LAYERS):
+                    inputs = {n: x[None] for n, x in engine.draw(1)[0].items()}
+                    flow.verify(engine.steps.pool, layer, step, inputs | {"x": each * inputs["x"]})
+    messages = [str(each.message) for each in said if each.category is SaturationWarning]
+    assert len(messages) == clamps
+    assert all("checkpoint elements were clamped to the range of fp16" in message for message in messages)
 
 
 def test_a_cursor_that_nobody_has_reset_needs_no_memory() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replayssm.attach.vllm.clamped import ClampWatch
 from replayssm.flow.backend import kernels_of
 from replayssm.flow.commit import commit
 from replayssm.flow.prefill import state_before
@@ -68,6 +69,7 @@ class EngineSteps:
         self._turns = self._step = 0
         self._last = torch.zeros(pool.slots.slots, dtype=torch.int64, device=pool.device)
         """Per slot, the number of the last step that it was in."""
+        self._watch = ClampWatch(pool)
         pool.slots.take_all()
 
     def warm_up(self) -> None:
@@ -81,8 +83,9 @@ class EngineSteps:
         cursor, config, slots = self.pool.cursor, self.pool.config, blocks.long()
         turns = torch.arange(self._turns, self._turns + len(slots), device=slots.device)
         self._turns += len(slots)
-        for _, counter in cursor.items():
-            counter[slots] = 0
+        for name, counter in cursor.items():
+            if name != "saturated":  # which the watch adds up over all sequences
+                counter[slots] = 0
         self.certain[slots] = 1
         # of stochastic rounding: an engine gives no number that stays with a sequence
         cursor.seed[slots] = turns
@@ -131,6 +134,7 @@ class EngineSteps:
             certain: bool [B], whether all of a row's tokens stay: those that the engine sampled, and a prompt's. They
                 are committed with the step; drafts wait for the next one. None where no row has drafts.
         """
+        self._watch.step()
         kernels = kernels_of(self.pool)
         if kernels is not None:
             kernels.engine_step(
@@ -155,6 +159,7 @@ class EngineSteps:
         Returns:
             The step, and int64 [B], how many tokens of its last step each row kept, at least 1.
         """
+        self._watch.step()
         slots = self._slots(blocks)
         kept = self._accept(slots, accepted)
         step = open_step(self.pool, slots, tokens, width=width, is_prompt=True)
