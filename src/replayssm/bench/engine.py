@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.table import Table
 from replayssm import ReplayConfig
 from replayssm.bench.rows import Conditions, Refusal, Report, Row
 from replayssm.bench.show import headline
+from replayssm.bench.timing import spread, wall_laps
 from replayssm.planner.model import config_of, fewer_layers, read_fields
 from replayssm.planner.step import require_work
 
@@ -224,21 +224,18 @@ def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> 
         step()
     for _ in range(WARM_UP):
         step()
-    before, times = sum(lengths.values()), []
-    for _ in range(request.steps):
-        begin = time.perf_counter()
-        step()
-        times.append(1e6 * (time.perf_counter() - begin))
+    before = sum(lengths.values())
+    times = wall_laps(step, request.steps)
     produced = sum(lengths.values()) - before
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    ordered, total = sorted(times), sum(times)
+    total = sum(times)
     return {
         "us": total / len(times),
-        "low_us": ordered[0],
-        "high_us": ordered[-1],
-        "p99_over_p50": ordered[int(0.99 * (len(times) - 1))] / ordered[len(times) // 2],
+        "low_us": min(times),
+        "high_us": max(times),
+        **spread(times),
         "tok_s": 1e6 * produced / total,
         "tokens": produced,
         "context": request.context,

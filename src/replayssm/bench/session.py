@@ -17,7 +17,7 @@ from replayssm.bench.floors import Floors
 from replayssm.bench.reference import CheckFailed, Errors
 from replayssm.bench.replay import Replay
 from replayssm.bench.rows import Conditions, Refusal, Report, Row, best
-from replayssm.bench.timing import Timer, Timing, rotation, timer_for
+from replayssm.bench.timing import Timer, Timing, rotation, spread, timer_for
 
 STEPS_BYTES = 60e9
 """Most memory for the layers of a whole step."""
@@ -168,11 +168,10 @@ class Session:
             affordable = int(STEPS_BYTES / (1.4 * case.state_bytes))  # ring and read copy besides
             prepared = candidate.setup(case, self.device, min(case.model.layers, affordable))
             errors = prepared.check({})
-            times = sorted(us / prepared.layers for us in self.timer.series(prepared.live({}), count))
-            p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(0.99 * len(times)))]
-            timing = Timing(p50, times[0], times[-1], len(times))
+            times = [us / prepared.layers for us in self.timer.series(prepared.live({}), count)]
+            detail = spread(times) | {"layers": float(prepared.layers)}
+            timing = Timing(detail["p50_us"], min(times), max(times), len(times))
             row = self._row("steps", candidate.name, candidate.version, case, "live", timing, None)
-            detail = {"p50_us": p50, "p99_us": p99, "p99_over_p50": p99 / p50, "layers": float(prepared.layers)}
             row = replace(row, y_error=errors.y, state_error=errors.state, detail=detail)
             return self._add(row)
         return None

@@ -8,10 +8,8 @@ against. Keys and states of a long context are random numbers: no step is timed 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +19,7 @@ from replayssm import ReplayConfig, __version__, attach, flow
 from replayssm.attach.transformers.sequences import Sequences
 from replayssm.bench.reference import CheckFailed, relative_error
 from replayssm.bench.rows import Refusal, Report, Row
+from replayssm.bench.timing import device_laps, spread, wall_laps
 from replayssm.decode import STATIC, Runner, compile_neighbours
 from replayssm.decode.columns import Ragged
 from replayssm.decode.runner import WARM_UP
@@ -264,17 +263,14 @@ class StepBench:
             runner = self._runner(case, side, case.context)
             # the others have no flushes, or are measured for their mean
             steps = self.steps if side.what == "model replay" else min(self.steps, ALIKE)
-            times = sorted(_series(self.device, runner.advance, steps))
+            times = _series(self.device, runner.advance, steps)
             allocated = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
             pool = runner._sequences.pool
             slot_bytes = sum(layer.layout.slot_bytes for layer in pool.layers)
-        p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(0.99 * len(times)))]
         mean = sum(times) / len(times)  # over whole flush cycles, which a median would not be
         detail = {
             "context": float(case.context),
-            "p50_us": p50,
-            "p99_us": p99,
-            "p99_over_p50": p99 / p50,
+            **spread(times),
             "mean_us": mean,
             "tok_s": case.batch * case.accepted / mean * 1e6,
             "slot_bytes": float(slot_bytes),
@@ -293,8 +289,8 @@ class StepBench:
             format=case.format,
             view="model",
             us=mean,
-            low_us=times[0],
-            high_us=times[-1],
+            low_us=min(times),
+            high_us=max(times),
             window=case.window if replays else None,
             verify_len=case.verify_len,
             accepted=case.accepted,
@@ -399,17 +395,4 @@ def _series(device: torch.device, body: Callable[[], None], count: int) -> list[
     """Microseconds of each of `count` consecutive runs, after those that warm up."""
     for _ in range(WARM_UP + 2):
         body()
-    if device.type != "cuda":
-        times = []
-        for _ in range(count):
-            begin = time.perf_counter()
-            body()
-            times.append((time.perf_counter() - begin) * 1e6)
-        return times
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        body()
-        mark.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+    return device_laps(body, count) if device.type == "cuda" else wall_laps(body, count)

@@ -61,6 +61,33 @@ class Timing:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 
+def device_laps(body: Callable[[], None], count: int) -> list[float]:
+    """Microseconds of the GPU's work in each of `count` consecutive runs of a body."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        body()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+
+
+def wall_laps(body: Callable[[], None], count: int) -> list[float]:
+    """The same by the wall clock."""
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        body()
+        marks.append(time.perf_counter())
+    return [(b - a) * 1e6 for a, b in pairwise(marks)]
+
+
+def spread(laps: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile of laps in microseconds, and the second over the first, as rows have them."""
+    ordered = sorted(laps)
+    p50, p99 = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"p50_us": p50, "p99_us": p99, "p99_over_p50": p99 / p50}
+
+
 class Timer(Protocol):
     """Times a body of launches."""
 
@@ -93,13 +120,7 @@ class CudaTimer:
         graph = self._capture(body, 1)
         for _ in range(64):  # past the first flushes, into the steady state
             graph.replay()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+        return device_laps(graph.replay, count)
 
     def _graph(self, body: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, int]:
         body()  # compiles and allocates
@@ -144,19 +165,13 @@ class WallTimer:
     """One eager run by the wall clock: exercises the harness without a GPU. Its numbers mean nothing."""
 
     def time(self, body: Callable[[], None], launches: int, samples: int = REPLAYS) -> Timing:
-        return Timing.of([self._once(body) / launches])
+        return Timing.of([us / launches for us in wall_laps(body, 1)])
 
     def alternate(self, bodies: Sequence[tuple[Callable[[], None], int]], rounds: int) -> list[list[float]]:
-        return [[self._once(body) / launches] for body, launches in bodies]
+        return [[us / launches for us in wall_laps(body, 1)] for body, launches in bodies]
 
     def series(self, body: Callable[[], None], count: int) -> list[float]:
-        return [self._once(body) for _ in range(min(count, 4))]
-
-    @staticmethod
-    def _once(body: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        body()
-        return (time.perf_counter() - begin) * 1e6
+        return wall_laps(body, min(count, 4))
 
 
 def timer_for(device: torch.device) -> Timer:
