@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from replayssm import ReplayConfig, flow
+from replayssm.attach.vllm.clamped import EVERY, ClampWatch
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.kernels.tuned import choose
 from replayssm.recurrences import Geometry, get
 from replayssm.recurrences.base import Recurrence
 from replayssm.state.layout import StateLayout
-from replayssm.state.pool import StatePool
+from replayssm.state.pool import SaturationWarning, StatePool
 
 from .harness import Case, run, tiles
 
@@ -227,3 +228,16 @@ def test_compiled_by_inductor_equals_eager() -> None:
         assert torch.equal(fast(inputs), step(eager, inputs))
     for ours, theirs in zip(snapshot(compiled), snapshot(eager), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_clamped_elements_of_an_engine_are_read_while_its_steps_go_on() -> None:
+    config, device = ReplayConfig(checkpoint_format="fp16"), torch.device("cuda")
+    geometry = Geometry(1, 1, 64, 32)
+    pool = StatePool.allocate(get("gdn"), geometry, config, slots=4, model_dtype=torch.bfloat16, device=device)
+    watch = ClampWatch(pool)
+    pool.cursor.saturated[2] = 3
+    for _ in range(2 * EVERY - 1):
+        watch.step()  # the count is on its way
+    torch.cuda.synchronize()
+    with pytest.warns(SaturationWarning, match="^3 checkpoint elements were clamped"):
+        watch.step()
