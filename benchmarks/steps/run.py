@@ -93,7 +93,7 @@ STAGES = {
     "nano-drafts": Stage("nemotron3-nano-4b", (256, 64), verify_len=4, accepted=3),
     "qwen-drafts": Stage("qwen3.5-4b", (256, 64), verify_len=4, accepted=3),
     "super": Stage(SUPER, (512, 256), 22),
-    "super-drafts": Stage(SUPER, (512,), 22, verify_len=4, accepted=3),
+    "super-drafts": Stage(SUPER, (512,), 11, verify_len=4, accepted=3),  # 22 with four snapshots each do not fit
     "qwen-large": Stage(QWEN, (512, 256), 8),
     "kimi": Stage(KIMI, (256, 64), 8),
     "nano-contexts": Stage("nemotron3-nano-4b", (64,), contexts=(4096, 16384), formats=("fp32",)),
@@ -205,13 +205,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for steps-STAGE.json and kernels.json")
     parser.add_argument("--stage", action="append", choices=list(STAGES), help="only these stages, in the order given")
+    parser.add_argument("--batch", type=int, action="append", help="only these batches of the stages")
+    parser.add_argument("--format", action="append", help="only these precisions of the stages")
+    parser.add_argument("--max-configs", type=int, help="try only the first so many configurations of each kernel")
     parser.add_argument("--steps", type=int, default=1000, help="steps to time")
     parser.add_argument("--commit", help="what the conditions say was measured, where there is no git")
     parser.add_argument("--report", type=Path, help="an HTML file of all stages, rewritten after each")
     parser.add_argument("--toy", type=Path, help="a dry run on the CPU with this config.json in place of every model")
     options = parser.parse_args()
     device = torch.device("cpu" if options.toy else "cuda")
-    session = Session(device, Report(Conditions.collect(device, options.commit), options.out / "kernels.json"))
+    kernels = Report(Conditions.collect(device, options.commit), options.out / "kernels.json")
+    session = Session(device, kernels, max_configs=options.max_configs)
     status, reports = 0, []
     for name in options.stage or STAGES:
         stage = STAGES[name]
@@ -219,9 +223,9 @@ def main() -> int:
         request = Request(
             model=str(options.toy or stage.model),
             layers=None if options.toy else stage.layers,
-            batches=(2,) if options.toy else stage.batches,
+            batches=(2,) if options.toy else [b for b in stage.batches if b in (options.batch or stage.batches)],
             contexts=(64,) if options.toy else stage.contexts,
-            formats=stage.formats,
+            formats=[form for form in stage.formats if form in (options.format or stage.formats)],
             window=16,
             verify_len=stage.verify_len,
             accepted=stage.accepted,

@@ -16,7 +16,10 @@ from replayssm.state.cursor import Cursor
 
 @triton.jit
 def engine_rows(rows, mask, given, EACH: tl.constexpr):
-    """The rows as `write_plan` takes them, once what was pending is committed; their blocks, and tokens they kept."""
+    """The rows as `write_plan` takes them, once what was pending is committed; their blocks, and tokens they kept.
+
+    EACH is (RAGGED, DRAFTS).
+    """
     table, starts, accepted, noted, cursor, width, in_force, null = given
     start, length, position, pending, _, window, each = cursor
     number = tl.load(table[0] + rows * table[1], mask=mask, other=null).to(tl.int64)

@@ -90,7 +90,7 @@ def write_cursor(cursor, slot, live, first, committed, at, waiting, shape):
 
 @triton.jit
 def planned_rows(rows, mask, given, EACH: tl.constexpr):
-    """The rows' slots and everything that follows from their cursors alone."""
+    """The rows' slots and everything that follows from their cursors alone; EACH is for tokens, windows and forced."""
     slots, tokens, windows, forced, start, length, position, window, each, width = given
     slot = tl.load(slots[0] + rows * slots[1], mask=mask, other=-1).to(tl.int64)
     live = slot >= 0
