@@ -111,6 +111,7 @@ def save_config(fields: Mapping[str, Any], folder: Path) -> None:
 def _environment() -> dict[str, str]:
     # the engine in the process itself, unless the environment says otherwise: its steps are called one by one
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    ours["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # our lines are on the other one
     if importlib.util.find_spec("flashinfer") is None:
         ours["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM takes it for installed wherever there is a GPU
     return ours | os.environ
