@@ -10,7 +10,8 @@ import torch
 
 from replayssm.state.formats import FORMATS, CastFormat, Format
 from replayssm.state.formats.base import LARGEST_SCALED, SMALLEST_SCALE
-from replayssm.state.formats.words import pack, unpack
+from replayssm.state.formats.nvfp4 import PLACES
+from replayssm.state.formats.words import BYTES, Place, pack, unpack
 
 STATE = (1, 2, 32, 4)
 CASTS = [name for name, form in FORMATS.items() if isinstance(form, CastFormat)]
@@ -171,8 +172,9 @@ def test_nvfp4_is_the_published_formula(seed: int) -> None:
             for i, value in enumerate(rows):
                 n = 16 * block + i
                 index = nearest(min(abs(value) * (one / (s * s2)), np.float32(6)), E2M1)
-                nibble = int(parts[""][h, n // 8 % 2 * 3 + block, p]) >> (4 * (n % 8)) & 15
-                assert nibble == (8 if np.signbit(value) else 0) | index
+                half = int(parts[""][h, n // 8 % 2 * 3 + block, p]) >> (16 * (n % 2))
+                sign, lowest = ((15, 9), (12, 6), (14, 3), (13, 0))[n % 8 // 2]
+                assert (half >> sign & 1, half >> lowest & 7) == (np.signbit(value), index)
                 expected = np.float32(E2M1[index] * float(s)) * s2
                 assert float(found[h, n, p]) == (-expected if np.signbit(value) else expected)
 
@@ -215,15 +217,22 @@ def test_blocks_must_be_full(name: str, keys: int, block: int) -> None:
         FORMATS[name].parts((2, keys, 4))
 
 
-@pytest.mark.parametrize(("bits", "block", "keys"), [(4, 16, 48), (8, 4, 20), (8, 20, 20)])
-def test_words_hold_every_code_where_they_say(bits: int, block: int, keys: int) -> None:
-    codes = torch.randint(2**bits, (2, keys, 3))
-    words = pack(codes, bits, block)
-    assert torch.equal(unpack(words, bits, block), codes.int())
-    in_word, blocks = 32 // bits, keys // block
+@pytest.mark.parametrize(("places", "block", "keys"), [(PLACES, 16, 48), (BYTES, 4, 20), (BYTES, 20, 20)])
+def test_words_hold_every_code_where_they_say(places: tuple[Place, ...], block: int, keys: int) -> None:
+    codes = torch.randint(2 ** (32 // len(places)), (2, keys, 3))
+    words = pack(codes, places, block)
+    assert torch.equal(unpack(words, places, block), codes.int())
+    in_word, blocks = len(places), keys // block
     for r, c in itertools.product(range(words.shape[1]), range(in_word)):
         key = r % blocks * block + r // blocks * in_word + c
-        assert torch.equal(words[:, r] >> bits * c & 2**bits - 1, codes[:, key].int())
+        taken = sum(words[:, r] >> shift & mask for mask, shift in places[c])
+        assert torch.equal(taken, codes[:, key].int())
+
+
+@pytest.mark.parametrize("places", [PLACES, BYTES])
+def test_places_fill_a_word(places: tuple[Place, ...]) -> None:
+    assert sum(mask << shift for place in places for mask, shift in place) == 2**32 - 1
+    assert sum((mask << shift).bit_count() for place in places for mask, shift in place) == 32
 
 
 def test_limits() -> None:

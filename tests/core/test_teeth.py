@@ -263,7 +263,9 @@ def nibbles_swapped(patch: Patch) -> None:
     patch.setattr(
         Nvfp4Format,
         "decode",
-        lambda self, parts, dtype: original(self, dict(parts) | {"": parts[""] << 4 | parts[""] >> 4}, dtype),
+        lambda self, parts, dtype: original(
+            self, dict(parts) | {"": parts[""] << 16 | parts[""] >> 16 & 0xFFFF}, dtype
+        ),
     )
 
 

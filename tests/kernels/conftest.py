@@ -1,8 +1,10 @@
 """Kernels are interpreted where there is no GPU, and compiled where there is one."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from .. import interpreter
@@ -32,3 +34,20 @@ if not torch.cuda.is_available():
         return scope
 
     stock._patch_lang = _patch_once
+
+
+@pytest.fixture
+def interpreted_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies are read as pairs (kernels/formats.py), also where kernels are interpreted."""
+    from .pairs import CACHED, use_pairs
+
+    if torch.cuda.is_available():
+        yield
+        return
+    with monkeypatch.context() as patch:
+        use_pairs(patch)
+        for function in CACHED:
+            function.cache_clear()
+        yield
+    for function in CACHED:
+        function.cache_clear()

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from replayssm import ReplayConfig, flow
-from replayssm.kernels.launch import Choice, Tile
+from replayssm.kernels.formats import PAIR_SUM_ERROR
+from replayssm.kernels.launch import Choice, Tile, verify_constants
+from replayssm.kernels.verify import STEP_ROWS
 from replayssm.recurrences import Geometry, get
 from replayssm.recurrences.base import tolerance
 from replayssm.state.layout import StateLayout, numbered
@@ -52,10 +54,15 @@ class Case:
 
     @property
     def output_tolerance(self) -> float:
-        """Of outputs: write vectors that only they see are kept in the model's dtype, where neighbours may differ."""
-        if self.read_format is None or not get(self.recurrence).delta_rule:
-            return self.tolerance
-        return self.tolerance + 0.5 * torch.finfo(DTYPES[self.model_dtype]).eps
+        """Of outputs: write vectors that only they see are kept in the model's dtype, where neighbours may differ, and
+        a copy may be read with sums in fp16.
+        """
+        layout, found = self.layout, self.tolerance
+        if self.read_format is not None and layout.recurrence.delta_rule:
+            found += 0.5 * torch.finfo(DTYPES[self.model_dtype]).eps
+        if verify_constants(layout, self.verify_len, self.choice.step, STEP_ROWS.value, False)["PROBE_BITS"]:
+            found += PAIR_SUM_ERROR
+        return found
 
     @property
     def tolerance(self) -> float:

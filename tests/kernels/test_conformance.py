@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from replayssm import flow
+from replayssm.kernels.formats import PAIR_SUM_ERROR
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry
 
@@ -71,6 +72,14 @@ def copies() -> list[Case]:
 
 @pytest.mark.parametrize("case", [*cases(), *copies()], ids=str)
 def test_kernels_agree_with_torch(case: Case) -> None:
+    run(case)
+
+
+@pytest.mark.parametrize("read_format", ["nvfp4", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn"])
+def test_copies_read_as_pairs_agree_with_torch(name: str, read_format: str, interpreted_pairs: None) -> None:
+    case = Case(name, geometry=WORDS, choice=BESIDE, read_format=read_format, rows=MANY, steps=7)
+    assert case.output_tolerance > PAIR_SUM_ERROR, "pairs are not used"
     run(case)
 
 

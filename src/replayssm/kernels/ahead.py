@@ -24,6 +24,7 @@ from replayssm.kernels.launch import (
     Tile,
     copy_suffixes,
     form_of,
+    packed_probe_bits,
     prepare_constants,
     prepared_warps,
     solve_constants,
@@ -74,7 +75,7 @@ def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability:
 def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, is_tree: bool = False) -> Resources:
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32")
-    given = prepare_constants(layout, 256, tokens, capability >= 90, is_tree)
+    given = prepare_constants(layout, 256, tokens, capability >= 90, is_tree) | _formats(layout, tokens, capability)
     return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens, is_tree), capability)
 
 
@@ -93,7 +94,7 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     signature = _layer_signature(layout) | _token_signature(layout)
     signature |= dict.fromkeys(WORK, "*fp32") | {"saturated": "*i64"}
     leads = capability >= 90 and mode == STEP_ROWS.value
-    given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads) | _formats(layout, capability)
+    given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads) | _formats(layout, tokens, capability)
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
 
 
@@ -103,9 +104,11 @@ def compile_solve(layout: StateLayout, capability: int = 90) -> Resources:
     return _compile(solve_kernel, signature, solve_constants(layout, capability >= 90), 1, capability)
 
 
-def _formats(layout: StateLayout, capability: int) -> dict[str, Any]:
+def _formats(layout: StateLayout, tokens: int, capability: int) -> dict[str, Any]:
     """Constants of the read copy on such a GPU, whatever the present one is."""
-    return format_constants(layout.config.read_format, layout.geometry.key_dim, capability >= 89)
+    native = capability >= 89
+    found = format_constants(layout.config.read_format, layout.geometry.key_dim, native)
+    return found | {"PROBE_BITS": packed_probe_bits(layout, tokens, native)}
 
 
 def compile_materialize(layout: StateLayout, *, in_place: bool, capability: int = 90) -> Resources:

@@ -5,17 +5,22 @@ codes lie along the key rows (`state/formats/words.py`), scales are applied afte
 
 Integer shifts put a code where fp32 has sign, exponent and mantissa: the number is then the code's value times a power
 of two, which the scale of the column gives back (VALUE and FACTOR of a format). A NaN is in the scale of its column.
+
+GPUs that can (NATIVE) take codes two at a time, as pairs of fp16 numbers, which hold every code exactly. One token with
+16-bit probes is then read with products of pairs: up to PAIRS_IN_SUM of them are summed in fp16, those sums in fp32
+(`pair_sums`; docs/numerics.md says what that loses).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from replayssm.state.formats import FORMATS
+from replayssm.state.formats import FORMATS, nvfp4
 from replayssm.state.formats.base import LARGEST_SCALED, SMALLEST_SCALE
 from replayssm.state.formats.nvfp4 import Nvfp4Format
 from replayssm.state.formats.words import WORD_BITS
@@ -24,6 +29,16 @@ SMALLEST = tl.constexpr(SMALLEST_SCALE)
 LARGEST = tl.constexpr(LARGEST_SCALED)
 PROBE_FACTOR = tl.constexpr(2.0**64)
 """Keeps products of probes with numbers like 2^-126 far from the smallest ones of fp32."""
+SIGNS, SIZES = tl.constexpr(nvfp4.SIGNS), tl.constexpr(nvfp4.SIZES)
+FP16_MAX = 65504.0
+PAIRS_IN_SUM = tl.constexpr(8)
+"""Products of pairs that are added up in fp16, at most."""
+PAIR_SUM_ERROR = 2.0**-10
+"""Of what one token takes from a copy that is read as pairs, relative to the norm of all columns' sums.
+
+A sum has PAIRS_IN_SUM - 1 roundings in fp16 of 2^-11 / sqrt(3) or less (root of the mean square, relative to a partial
+sum): together less than 0.8 of this where partial sums are no larger than what they end in.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +51,12 @@ class TritonFormat:
         block: key rows with a scale of their own; 0 when only columns have one.
         value: (words, c) -> fp32, code c of every word times 1 / factor.
         factor: see `value`; a power of two.
-        code: x -> int32, the code nearest to a number that was divided by its scale.
+        code: (x, c) -> int32, the code nearest to a number that was divided by its scale, where code c has its bits.
         largest: what the largest number of a column becomes when it is divided by the column's scale.
-        native: `value` for all codes of a word at once, of factor 1, with the conversions that GPUs from compute
-            capability 8.9 have. None where there are none.
+        pairs: words -> tuple of int32, codes 2 i and 2 i + 1 of every word as two fp16 numbers (the first one low)
+            times 1 / pair_factor, with what GPUs from compute capability 8.9 have.
+        pair_factor: see `pairs`; a power of two.
+        largest_pair: the largest of those numbers.
     """
 
     parts: tuple[str, ...]
@@ -49,7 +66,9 @@ class TritonFormat:
     factor: float
     code: Any
     largest: float
-    native: Any = None
+    pairs: Any
+    pair_factor: float
+    largest_pair: float
 
 
 @triton.jit
@@ -76,36 +95,121 @@ def word_sums(
     N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
     NATIVE: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """(S^T q, S^T k) [P] each of one pass over the words; k only when TWO.
+    """(S^T q, S^T k) of one pass over the words, as R rows [R, P] each that are still to be summed; k only when TWO.
 
     Args:
-        words: tuple of tiles [R, P], word rows in order.
-        scales: of blocks [BLOCKS, P]; read when there is more than one.
+        words: tuple of tiles [R, P], word rows in order; R divides BLOCKS where that is more than one.
+        scales: tuple of tiles [R, P], of all blocks; read when there is more than one.
         column: scales of columns [P].
         q_at, k_at: pointers to the probes [N].
     """
     R: tl.constexpr = words[0].shape[0]
+    SETS: tl.constexpr = BLOCKS // R if BLOCKS > 1 else 1
     q_sums = tl.zeros(words[0].shape, tl.float32)
     k_sums = q_sums
-    for tile in tl.static_range(len(words)):
-        key = first_keys(tile * R + tl.arange(0, R), N, CODES, BLOCKS)
-        if NATIVE:
-            values = VALUE(words[tile])
-        for c in tl.static_range(CODES):
+    for of in tl.static_range(SETS):  # tiles that share blocks
+        q_part = tl.zeros(words[0].shape, tl.float32)
+        k_part = q_part
+        for tile in tl.static_range(of, len(words), SETS):
+            key = first_keys(tile * R + tl.arange(0, R), N, CODES, BLOCKS)
             if NATIVE:
-                x = values[c]
-            else:
-                x = VALUE(words[tile], c)
-            q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
-            q_sums += x * q[:, None]
-            if TWO:
-                k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
-                k_sums += x * k[:, None]
-    if BLOCKS > 1:  # a tile has one word of each block
-        q_sums *= scales
-        k_sums *= scales
+                pairs = VALUE(words[tile])
+            for c in tl.static_range(CODES):
+                if NATIVE:
+                    x = halves(pairs[c // 2])[c % 2]
+                else:
+                    x = VALUE(words[tile], c)
+                q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+                q_part += x * q[:, None]
+                if TWO:
+                    k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+                    k_part += x * k[:, None]
+        if BLOCKS > 1:
+            q_part *= scales[of]
+            k_part *= scales[of]
+        q_sums += q_part
+        k_sums += k_part
     column *= FACTOR / PROBE_FACTOR
-    return tl.sum(q_sums, 0) * column, tl.sum(k_sums, 0) * column
+    return q_sums * column[None, :], k_sums * column[None, :]
+
+
+@triton.jit
+def pair_sums(
+    words, scales, column, q_at, k_at,
+    N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
+    TWO: tl.constexpr,
+):  # fmt: skip
+    """`word_sums` with products of pairs. q_at and k_at point to what `store_probe` left, four numbers an int64."""
+    R: tl.constexpr = words[0].shape[0]
+    SETS: tl.constexpr = BLOCKS // R if BLOCKS > 1 else max(1, len(words) * CODES // (2 * PAIRS_IN_SUM))
+    four = first_keys(tl.arange(0, R), N, CODES, BLOCKS) // 4
+    q_at += four
+    k_at += four
+    q_sums = tl.zeros(words[0].shape, tl.float32)
+    k_sums = q_sums
+    for of in tl.static_range(SETS):
+        q_part = tl.zeros(words[0].shape, tl.int32)
+        k_part = q_part
+        for tile in tl.static_range(of, len(words), SETS):
+            pairs = VALUE(words[tile])
+            # a constant apart from the first tile's, which needs no addresses of its own
+            for i in tl.static_range(CODES // 4):
+                q = tl.load(q_at + (first_keys(tile * R, N, CODES, BLOCKS) // 4 + i))
+                q_part = fma_pairs(pairs[2 * i], q.to(tl.int32)[:, None], q_part)
+                q_part = fma_pairs(pairs[2 * i + 1], (q >> 32).to(tl.int32)[:, None], q_part)
+                if TWO:
+                    k = tl.load(k_at + (first_keys(tile * R, N, CODES, BLOCKS) // 4 + i))
+                    k_part = fma_pairs(pairs[2 * i], k.to(tl.int32)[:, None], k_part)
+                    k_part = fma_pairs(pairs[2 * i + 1], (k >> 32).to(tl.int32)[:, None], k_part)
+        scale = 1.0
+        if BLOCKS > 1:
+            scale = scales[of]
+        low, high = halves(q_part)
+        q_sums += low * scale
+        q_sums += high * scale
+        if TWO:
+            low, high = halves(k_part)
+            k_sums += low * scale
+            k_sums += high * scale
+    column *= FACTOR
+    return q_sums * column[None, :], k_sums * column[None, :]
+
+
+@triton.jit
+def store_probe(x, at, mask, BITS: tl.constexpr):
+    """Store `x` [N] fp32 for `pair_sums`, and return the power of two that gives it back from what is stored.
+
+    Stored are fp16 numbers, the largest at least 2^(BITS - 1) and less than 2^BITS: of 16-bit probes they keep every
+    bit that counts, and no sum of products with codes overflows.
+    """
+    largest = tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(largest, BITS), 252 + BITS)  # of what is tiny, infinite or NaN: any
+    factor = ((253 + BITS - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(at, (x * factor).to(tl.float16), mask=mask)
+    return ((exponent - BITS + 1) << 23).to(tl.float32, bitcast=True)
+
+
+HALVES = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}""")
+
+
+@triton.jit
+def fma_pairs(a, b, c):
+    """a b + c of int32 that are pairs of fp16 numbers, rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def halves(pairs):
+    """The two fp16 numbers of each int32, as fp32."""
+    two: tl.constexpr = (tl.float32, tl.float32)
+    return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [pairs], two, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -128,10 +232,10 @@ def word_dot(
     mask = mask & (r < N // CODES)[None, :]  # products have at least 16 word rows
     found = tl.zeros([probe_at.shape[0], words.shape[1]], tl.float32)
     if NATIVE:
-        values = VALUE(words)
+        pairs = VALUE(words)
     for c in tl.static_range(CODES):
         if NATIVE:
-            x = values[c]
+            x = halves(pairs[c // 2])[c % 2] * FACTOR
         else:
             x = VALUE(words, c) * FACTOR
         if BLOCKS > 1:
@@ -147,8 +251,8 @@ def word_dot(
 @triton.jit
 def round_copy(
     state, copy, slot, h, p, saturated,
-    N: tl.constexpr, P: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
-    CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
     """Write the read copy of columns `p` of a head, whose checkpoint [N, P] `state` points to.
 
@@ -183,9 +287,9 @@ def round_copy(
         inverse = tl.div_rn(1.0, block_scale(block) * column[None, :])
         spread = tl.broadcast_to(inverse[None, :, :], [inside, BLOCKS, p.shape[0]])
         inverse = tl.reshape(spread, [WORDS, p.shape[0]])
-    words = CODE(tiles[0] * inverse)  # type: ignore[misc]
+    words = CODE(tiles[0] * inverse, 0)  # type: ignore[misc]
     for c in tl.static_range(1, CODES):
-        words |= CODE(tiles[c] * inverse) << (BITS * c)
+        words |= CODE(tiles[c] * inverse, c)
     tl.store(copy_at(copy[0], slot, h, r, p, WORDS, P), words, mask=mask)
     tl.store(copy[1][0] + slot * copy[1][1] + h * P + p, column, mask=p < P)
 
@@ -218,31 +322,24 @@ def fp8_value(words, c: tl.constexpr):
     return (((words << (24 - 8 * c)) >> 4) & -2014314496).to(tl.float32, bitcast=True)  # 0x87F00000
 
 
-FROM_E4M3 = tl.constexpr("""{
-    .reg .b16 low, high, a0, a1, b0, b1;
-    .reg .b32 a, b;
-    mov.b32 {low, high}, $4;
-    cvt.rn.f16x2.e4m3x2 a, low;
-    cvt.rn.f16x2.e4m3x2 b, high;
-    mov.b32 {a0, a1}, a;
-    mov.b32 {b0, b1}, b;
-    cvt.f32.f16 $0, a0;
-    cvt.f32.f16 $1, a1;
-    cvt.f32.f16 $2, b0;
-    cvt.f32.f16 $3, b1;
+FP8_PAIRS = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 
 
 @triton.jit
-def fp8_native(words):
-    four: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
-    return tl.inline_asm_elementwise(FROM_E4M3, "=f,=f,=f,=f,r", [words], four, is_pure=True, pack=1)
+def fp8_pairs(words):
+    two: tl.constexpr = (tl.int32, tl.int32)
+    return tl.inline_asm_elementwise(FP8_PAIRS, "=r,=r,r", [words], two, is_pure=True, pack=1)
 
 
 @triton.jit
-def fp8_code(x):
+def fp8_code(x, c: tl.constexpr):
     # not by the conversion that GPUs from compute capability 8.9 have: a fold beside it would spill
-    return e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0))
+    return e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0)) << (8 * c)
 
 
 @triton.jit
@@ -251,31 +348,75 @@ def int8_value(words, c: tl.constexpr):
     return (((words >> (8 * c)) & 255) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
 
 
+# and those of fp16 numbers from 2^10 on: 1152 is 2^10 + 128
+INT8_PAIRS = tl.constexpr("""{
+    .reg .b32 bytes, offset, ones;
+    mov.b32 offset, 0x64806480;
+    mov.b32 ones, 0x64646464;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 $0, bytes, ones, 0x4140;
+    prmt.b32 $1, bytes, ones, 0x4342;
+    sub.rn.f16x2 $0, $0, offset;
+    sub.rn.f16x2 $1, $1, offset;
+}""")
+
+
 @triton.jit
-def int8_code(x):
+def int8_pairs(words):
+    two: tl.constexpr = (tl.int32, tl.int32)
+    return tl.inline_asm_elementwise(INT8_PAIRS, "=r,=r,r", [words], two, is_pure=True, pack=1)
+
+
+@triton.jit
+def int8_code(x, c: tl.constexpr):
     # 1.5 * 2^23 is where fp32 numbers are spaced by 1: to the nearest even integer
-    return (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True) & 255
+    code = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True) & 255
+    return code << (8 * c)
 
 
 @triton.jit
 def nvfp4_value(words, c: tl.constexpr):
-    return (((words << (28 - 4 * c)) >> 6) & -2118123520).to(tl.float32, bitcast=True)  # 0x81C00000
+    SIGN: tl.constexpr = SIGNS[c // 2] + 16 * (c % 2)
+    UP: tl.constexpr = 22 - SIZES[c // 2] - 16 * (c % 2)
+    # 0x01C00000: the low ends of exponent and mantissa
+    size = (words << max(UP, 0) >> max(-UP, 0)) & 29360128
+    return (((words << (31 - SIGN)) & -2147483648) | size).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def nvfp4_code(x):
+def nvfp4_pairs(words):
+    # 0x8E008E00 is where a pair has its bits, 0x80008000 those of signs and 0x0E000E00 the others
+    third = ((words << 1) & -2147450880) | ((words << 6) & 234884608)
+    fourth = ((words << 2) & -2147450880) | ((words << 9) & 234884608)
+    return words & -1912566272, (words << 3) & -1912566272, third, fourth
+
+
+@triton.jit
+def nvfp4_code(x, c: tl.constexpr):
+    SIGN: tl.constexpr = SIGNS[c // 2] + 16 * (c % 2)
     size = tl.minimum(tl.abs(x), 6.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
     subnormal = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000  # multiples of 1/2, the spacing at 2^22
-    return tl.where(size < 1.0, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    index = tl.where(size < 1.0, subnormal, normal) << (SIZES[c // 2] + 16 * (c % 2))
+    BIT: tl.constexpr = 1 << SIGN if SIGN < 31 else -2147483648
+    return index | ((x.to(tl.int32, bitcast=True) >> (31 - SIGN)) & BIT)
 
 
 TRITON_FORMATS = {
-    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_code, 448.0, fp8_native),
-    "int8": TritonFormat(("", ".scale"), 8, 0, int8_value, 1.0, int8_code, 127.0),
+    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_code, 448.0, fp8_pairs, 1.0, 448.0),
+    "int8": TritonFormat(("", ".scale"), 8, 0, int8_value, 1.0, int8_code, 127.0, int8_pairs, 1.0, 127.0),
     "nvfp4": TritonFormat(
-        ("", ".column_scale", ".scale"), 4, Nvfp4Format.block, nvfp4_value, 2.0**126, nvfp4_code, 6 * 448.0
+        parts=("", ".column_scale", ".scale"),
+        bits=4,
+        block=Nvfp4Format.block,
+        value=nvfp4_value,
+        factor=2.0**126,
+        code=nvfp4_code,
+        largest=6 * 448.0,
+        pairs=nvfp4_pairs,
+        pair_factor=2.0**14,
+        largest_pair=6 * 2.0**-14,
     ),
 }
 assert TRITON_FORMATS.keys() <= FORMATS.keys()
@@ -287,14 +428,18 @@ def format_constants(name: str | None, key_dim: int, native: bool = False) -> di
     `native`: whether the GPU has the conversions of compute capability 8.9.
     """
     form = TRITON_FORMATS["fp8" if name is None else name]
-    native = native and form.native is not None
     return {
         "NATIVE": native,
         "CODES": 0 if name is None else WORD_BITS // form.bits,
-        "BITS": form.bits,
         "BLOCKS": key_dim // form.block if form.block else 1,
-        "FACTOR": 1.0 if native else form.factor,
-        "VALUE": form.native if native else form.value,
+        "FACTOR": form.pair_factor if native else form.factor,
+        "VALUE": form.pairs if native else form.value,
         "CODE": form.code,
         "LARGEST_CODE": form.largest,
     }
+
+
+def probe_bits(name: str) -> int:
+    """BITS of `store_probe`: fp16 holds PAIRS_IN_SUM products with codes, and the probes themselves."""
+    room = FP16_MAX / (PAIRS_IN_SUM.value * TRITON_FORMATS[name].largest_pair)
+    return min(15, int(math.log2(room)))

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from replayssm.kernels.formats import TRITON_FORMATS, format_constants
+from replayssm.kernels.formats import TRITON_FORMATS, format_constants, probe_bits
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
 from replayssm.kernels.solve import solve_kernel
@@ -101,11 +101,21 @@ WORK = ("weights", "probes", "solves")
 
 
 def _work_sizes(layout: StateLayout, rows: int, tokens: int) -> tuple[int, int, int]:
-    """Floats of weights [B, H, T, block], of any probes [B, H, T, 2, N] and any solves [B, H, WP + 1, WP]."""
-    heads, window = rows * layout.geometry.heads, padded_window(layout)
-    probes = 2 * layout.geometry.key_dim if layout.recurrence.decay == "channel" else 0
+    """Floats of weights [B, H, T, block], of any probes and any solves [B, H, WP + 1, WP]."""
+    heads, window, key_dim = rows * layout.geometry.heads, padded_window(layout), layout.geometry.key_dim
+    if layout.recurrence.decay == "channel":
+        probes = heads * tokens * 2 * key_dim
+    else:  # 2 N of 16 bits per key head
+        probes = rows * layout.geometry.key_heads * key_dim if layout.read_format is not None and tokens == 1 else 0
     solves = (window + 1) * window if solves_again(layout) else 0
-    return heads * tokens * weights_block(layout, tokens), heads * tokens * probes, heads * solves
+    return heads * tokens * weights_block(layout, tokens), probes, heads * solves
+
+
+def packed_probe_bits(layout: StateLayout, tokens: int, native: bool) -> int:
+    """PROBE_BITS of the templates where a step of T tokens reads pairs of codes with 16-bit probes, else 0."""
+    name, recurrence = layout.config.read_format, layout.recurrence
+    packed = native and name is not None and tokens == 1 and recurrence.decay != "channel"
+    return probe_bits(name) if packed and layout.model_dtype.itemsize == 2 else 0  # type: ignore[arg-type]
 
 
 def solves_again(layout: StateLayout) -> bool:
@@ -184,7 +194,22 @@ def prepare_constants(
         "HEADS": prepared_heads(layout, rows, tokens),
         "OVERLAP": overlap,
         "IS_TREE": is_tree,
+        "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
     }
+
+
+def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
+    """Word rows of a tile of a read copy: all of them for several tokens, as products take them.
+
+    One token takes as many as its warps load at once, four words a thread. Sums then need few registers, and ring rows
+    of 16 bits lie with the same threads.
+    """
+    constants = layer_constants(layout)
+    words = layout.geometry.key_dim // max(1, constants["CODES"])
+    if tokens > 1:
+        return max(16, words)
+    shared = constants["BLOCKS"] if constants["BLOCKS"] > 1 else words
+    return max(1, min(128 * tile.num_warps // tile.block_p, shared, constants["WP"]))
 
 
 @cache
@@ -205,6 +230,8 @@ def verify_constants(
         "LIMIT": clamp_limit(layout.checkpoint_format.dtype),
         "OVERLAP": overlap,
         "LEADS": leads,
+        "ROWS": copy_rows(layout, tokens, tile),
+        "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
     }
 
 

@@ -19,6 +19,9 @@ The weights of a row's head are a block of floats per token t, in this order (`b
 A decay per channel cannot be drawn out of a product with the state: then `probes` [B, H, T, 2, N] holds the query and
 the key of each token with all decays in them, and the weights of the state are not used.
 
+Where one token reads a copy as pairs of fp16 numbers (kernels/formats.py), `probes` [B, G, 2, N] fp16 holds the query
+and the key in that form, scaled by powers of two which the weights of the state then take back.
+
 In a tree of drafts a token's decays are those on its path, and drafts that are not on it have the weight 0. The second
 launch takes these weights as it takes a chain's, and knows nothing of trees.
 """
@@ -30,6 +33,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low
+from replayssm.kernels.formats import store_probe
 from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS, TREE
 
 
@@ -54,6 +58,7 @@ def prepare_kernel(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
+    PROBE_BITS: tl.constexpr,
 ):  # fmt: skip
     """A program per row and HEADS heads of one key head. See the module.
 
@@ -69,7 +74,7 @@ def prepare_kernel(
     | inputs   | tuple of such        | in     | the recurrence's other inputs                                  |
     | layer_params | tuple of pointers | in    | per-layer constants                                            |
     | weights  | [B, H, T, BLOCK] fp32 | out   | see the module                                                 |
-    | probes   | [B, H, T, 2, N] fp32 | out    | the same; written when CHANNEL                                 |
+    | probes   | as the module says   | out    | the same; written when CHANNEL or PROBE_BITS                   |
     """
     if OVERLAP:
         # once everything earlier has ended, the second launch may start and ask for its states
@@ -104,8 +109,9 @@ def prepare_kernel(
         elif T == 1:
             head_token(
                 b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
-                layer_params, out, H // G, N, RING_ROWS, WP, HEADS, BLOCK, DELTA, RECORD_SCALES, RECORD_DECAY,
-                TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
+                layer_params, out, probes + (b * G + g) * N, H // G, N, RING_ROWS, WP, HEADS, BLOCK, DELTA,
+                RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
+                PROBE_BITS,
             )  # fmt: skip
         else:
             head_tokens(
@@ -125,11 +131,11 @@ def store_rates(rates, slot, rows, h, rate, mask):
 @triton.jit
 def head_token(
     b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
-    layer_params, out,
+    layer_params, out, probe,
     GROUP: tl.constexpr, N: tl.constexpr, RING_ROWS: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, DELTA: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
     TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr,
-    STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
+    STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr, PROBE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Weights of one token for heads with one decay each; they share the products of raw keys and queries."""
     j = tl.arange(0, WP)
@@ -163,9 +169,16 @@ def head_token(
             tl.store(out + WP + j[None, :], weight * (tl.sum(kept * k[None, :], 1) * k_scale)[None, :])
     own = tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale)
     tl.store(out + (2 if DELTA else 1) * WP, own)
-    tl.store(out + scalars, decay * q_scale)
+    q_decay, k_decay = decay * q_scale, decay * k_scale
+    if PROBE_BITS > 0:  # noqa: SIM102 (what is constant, and what is not)
+        if folded == 0:  # a row that is due reads its checkpoint, with raw probes
+            probe_at = probe.to(tl.pointer_type(tl.float16)) + n
+            q_decay *= store_probe(q, probe_at, n_mask, PROBE_BITS)
+            if DELTA:
+                k_decay *= store_probe(k, probe_at + N, n_mask, PROBE_BITS)
+    tl.store(out + scalars, q_decay)
     if DELTA:
-        tl.store(out + scalars + 1, decay * k_scale)
+        tl.store(out + scalars + 1, k_decay)
     tl.store(out + scalars + 2, rate)
 
     row = (start + records) % RING_ROWS

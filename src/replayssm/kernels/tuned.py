@@ -170,7 +170,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     geometry, recurrence = layout.geometry, layout.recurrence
     channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
     if layout.read_format is not None:
-        step, flush = _fit(layout, 32, 4, 1, 3), _fit(layout, 32, 8, 2, 2)
+        step, flush = _fit(layout, 32, 1, 1), _fit(layout, 32, 8, 2, 2)
         if tokens > 1:
             step, flush = _fit(layout, 64, 4, 4, 3), _fit(layout, 16, 8, 2, 2)
         if recurrence.delta_rule and layout.config.window > 16:  # a fold holds the matrix that solves the window, too

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, solved_writes, state_dot
-from replayssm.kernels.formats import block_scale, copy_at, round_copy, word_dot, word_sums
+from replayssm.kernels.formats import block_scale, copy_at, pair_sums, round_copy, word_dot, word_sums
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -37,7 +37,7 @@ def verify_kernel(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
+    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
@@ -76,7 +76,7 @@ def verify_kernel(
                 state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
                 solves, y, saturated, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
                 DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
-                VALUE, NATIVE,
+                VALUE, NATIVE, ROWS, PROBE_BITS,
             )  # fmt: skip
             if CODES > 0:
                 tl.debug_barrier()  # what other threads have stored is read
@@ -84,7 +84,7 @@ def verify_kernel(
                     h = unit // (units // H)
                     head = state + slot * state_slot + h * (N * P)
                     round_copy(
-                        head, copy, slot, h, unit_columns(unit, P, BLOCK_P), saturated, N, P, CODES, BITS, BLOCKS, CODE,
+                        head, copy, slot, h, unit_columns(unit, P, BLOCK_P), saturated, N, P, CODES, BLOCKS, CODE,
                         LARGEST_CODE,
                     )  # fmt: skip
     else:
@@ -99,7 +99,8 @@ def verify_kernel(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, copy,
                 keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y, saturated,
                 H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP,
-                OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
+                OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS,
+                PROBE_BITS,
             )  # fmt: skip
         first_launch_done(OVERLAP, LEADS)  # also where nothing needed it
     if MODE == FLUSH_ROWS and OVERLAP:
@@ -141,6 +142,7 @@ def verify_units(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to."""
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -173,7 +175,7 @@ def verify_units(
         state_at = state + h * (N * P) + n[:, None] * P + p[None, :]
         column, scales = 1.0, 1.0
         if words:
-            S, scales, column = load_copy(copy, slot, h, p, N, P, T, CODES, BLOCKS)
+            S, scales, column = load_copy(copy, slot, h, p, N, P, ROWS, CODES, BLOCKS)
         elif ragged:
             state_mask = n_mask[:, None] & p_mask[None, :]
             S = tl.load(state_at, mask=state_mask & (not empty), other=0, eviction_policy="evict_first")
@@ -183,11 +185,14 @@ def verify_units(
             S = tl.load(state_at, mask=not empty, other=0, eviction_policy="evict_first")
         if not words:
             S = S.to(tl.float32)
-        past_mask = (j < records)[:, None]
-        if ragged:
-            past_mask &= p_mask[None, :]
-        past_from = past_at + h * past_ring[3] + p[None, :]
-        past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
+        if words and T == 1:
+            past = load_past(past_ring, slot, h, start, records, p, P, RING_ROWS, WP, ROWS)
+        else:
+            past_mask = (j < records)[:, None]
+            if ragged:
+                past_mask &= p_mask[None, :]
+            past_from = past_at + h * past_ring[3] + p[None, :]
+            past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
         if STAGES == 1:
             first_launch_done(OVERLAP, LEADS)
         weight = weights + (b * H + h) * (T * BLOCK)
@@ -221,8 +226,8 @@ def verify_units(
         if T == 1:
             one_token(
                 b, h, g, p, n, S, scales, column, past, tokens, empty, (start + records) % RING_ROWS,
-                j < history, slot, writes, values, key, query, value, layer_params, weight, probes, y, H, N, P, NP,
-                WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
+                j < history, slot, writes, values, key, query, value, layer_params, weight, probes, y, H, G, N, P,
+                NP, WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, PROBE_BITS,
             )  # fmt: skip
         else:
             several_tokens(
@@ -242,11 +247,16 @@ def unit_columns(unit, P: tl.constexpr, BLOCK_P: tl.constexpr):
 def one_token(
     b, h, g, p, n, S, scales, column, past, tokens, empty, ring_row, shown, slot, writes, values, key, query, value,
     layer_params, weight, probes, y,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, MODE: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    PROBE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Output and write vector of a unit's only token, on one or two weighted sums over columns of S and of `past`."""
+    """Output and write vector of a unit's only token, on one or two weighted sums over columns of S and of `past`.
+
+    Beside a read copy both are tuples of tiles of a few rows, and the sums over rows come last.
+    """
+    words: tl.constexpr = CODES > 0 and MODE == STEP_ROWS
     scalars: tl.constexpr = (WP + 1) * (2 if DELTA else 1)
     j = tl.arange(0, WP)
     live = tokens > 0
@@ -262,7 +272,10 @@ def one_token(
     else:
         q_at = query[0] + b * query[1] + g * N
         k_at = key[0] + b * key[1] + g * N
-    if CODES > 0 and MODE == STEP_ROWS:
+    if words and PROBE_BITS > 0:
+        q_at = (probes + (b * G + g) * N).to(tl.pointer_type(tl.int64))
+        out, answer = pair_sums(S, scales, column, q_at, q_at + N // 4, N, CODES, BLOCKS, VALUE, FACTOR, DELTA)
+    elif words:
         probe_live = live | CHANNEL
         out, answer = word_sums(
             S, scales, column, q_at, k_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE, DELTA
@@ -275,7 +288,9 @@ def one_token(
         out *= tl.load(weight + scalars)
     if MODE == STEP_ROWS:
         out = tl.where(empty, 0.0, out)
-    if MODE != FLUSH_ROWS:
+    if words:
+        out = add_past(out, past, weight)
+    elif MODE != FLUSH_ROWS:
         out += tl.sum(tl.load(weight + j, mask=shown, other=0)[:, None] * past, 0)
     u = v.to(tl.float32)
     if DELTA:
@@ -283,7 +298,9 @@ def one_token(
             answer *= tl.load(weight + scalars + 1)
         if MODE == STEP_ROWS:
             answer = tl.where(empty, 0.0, answer)
-        if MODE != FLUSH_ROWS:
+        if words:
+            answer = add_past(answer, past, weight + WP)
+        elif MODE != FLUSH_ROWS:
             answer += tl.sum(tl.load(weight + WP + j, mask=shown, other=0)[:, None] * past, 0)
         u -= answer
     u *= tl.load(weight + scalars + 2)
@@ -307,28 +324,59 @@ def append(ring, slot, h, row, p, x, mask):
 
 @triton.jit
 def load_copy(
-    copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr
+    copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Words [N / CODES, P] of the read copy, scales of their blocks and of columns, in the forms that T tokens take.
+    """Words [N / CODES, P] of the read copy, scales of their blocks and of columns.
 
-    One token takes words in tiles, whose sums need few registers, and a scale per block; several take one per word.
+    Words are a tuple of tiles of ROWS rows; so are scales, one for each block where the words have several tiles, else
+    one for each word.
     """
     rows: tl.constexpr = N // CODES
-    R: tl.constexpr = max(rows, 16) if T > 1 else (BLOCKS if BLOCKS > 1 else rows)
     mask = (p < P)[None, :]
-    if rows < R:
-        mask &= (tl.arange(0, R) < rows)[:, None]
+    if rows < ROWS:
+        mask &= (tl.arange(0, ROWS) < rows)[:, None]
     # padding counts as 0, and what an empty copy holds is dropped later
     words = ()
-    for tile in tl.static_range(max(1, rows // R)):
-        at = copy_at(copy[0], slot, h, tile * R + tl.arange(0, R), p, rows, P)
-        words = words + (tl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]
+    at = copy_at(copy[0], slot, h, tl.arange(0, ROWS), p, rows, P)
+    for tile in tl.static_range(max(1, rows // ROWS)):
+        word = tl.load(at + tile * (ROWS * P), mask=mask, other=0, eviction_policy="evict_first")
+        words = words + (word,)  # type: ignore[assignment]
     column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
-    scales = 1.0
+    scales = ()
     if BLOCKS > 1:
-        of = tl.arange(0, R) % BLOCKS
-        scales = block_scale(tl.load(copy_at(copy[2], slot, h, of, p, BLOCKS, P), mask=mask, other=0))
+        at = copy_at(copy[2], slot, h, tl.arange(0, ROWS) % BLOCKS, p, BLOCKS, P)
+        for tile in tl.static_range(max(1, BLOCKS // ROWS)):
+            scale = tl.load(at + tile * (ROWS * P), mask=mask, other=0)
+            scales = scales + (block_scale(scale),)  # type: ignore[assignment]
     return words, scales, column
+
+
+@triton.jit
+def load_past(
+    ring, slot, h, start, records, p, P: tl.constexpr, RING_ROWS: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr
+):
+    """Columns `p` of the oldest `records` write vectors, zero beyond them, as a tuple of tiles [ROWS, P]."""
+    past = ()
+    row = tl.arange(0, ROWS)
+    at = ring[0] + slot * ring[1] + h * ring[3] + p[None, :]
+    for tile in tl.static_range(WP // ROWS):
+        j = start.to(tl.int32) + tile * ROWS + row
+        j -= tl.where(j >= RING_ROWS, RING_ROWS, 0)  # beyond the records it may need more, and nothing is read
+        mask = (row < records.to(tl.int32) - tile * ROWS)[:, None] & (p < P)[None, :]
+        write = tl.load(at + j[:, None] * ring[2], mask=mask, other=0, eviction_policy="evict_first")
+        past = past + (write,)  # type: ignore[assignment]
+    return past
+
+
+@triton.jit
+def add_past(sums, past, weight):
+    """Sums [P] over the rows of `sums` [ROWS, P] and of the write vectors `past`, whose weights `weight` points to."""
+    ROWS: tl.constexpr = sums.shape[0]
+    at = weight + tl.arange(0, ROWS)
+    for tile in tl.static_range(len(past)):
+        taken = tl.load(at + tile * ROWS)  # zero beyond the history
+        sums += taken[:, None] * past[tile].to(tl.float32)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -363,7 +411,19 @@ def several_tokens(
             k_at = key[0] + b * key[1] + t_row[:, None] * key[2] + g * N
             probe_at = tl.where(corrects[:, None], k_at, probe_at)
     if CODES > 0 and MODE == STEP_ROWS:
-        out = word_dot(S[0], scales, column, probe_at, probe_live, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE)
+        out = word_dot(
+            S[0],
+            scales[0] if BLOCKS > 1 else 1.0,
+            column,
+            probe_at,
+            probe_live,
+            N,
+            CODES,
+            BLOCKS,
+            VALUE,
+            FACTOR,
+            NATIVE,
+        )
     else:
         out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
     if not CHANNEL:

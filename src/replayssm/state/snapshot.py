@@ -22,7 +22,7 @@ from replayssm.state.cursor import carry_row, ring_row
 from replayssm.state.layout import StateLayout
 from replayssm.state.pool import StatePool
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class SnapshotError(ValueError):

@@ -12,11 +12,16 @@ from torch import Tensor
 from replayssm.state.formats.base import LARGEST_SCALED, Format, Parts, scale_of, within
 from replayssm.state.formats.scaled import E4M3_MAX, from_e4m3, to_e4m3
 from replayssm.state.formats.stochastic import Grid, round_to_grid
-from replayssm.state.formats.words import pack, unpack, word_rows
+from replayssm.state.formats.words import Place, pack, unpack, word_rows
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of each code; a fourth bit is the sign."""
 E2M1_GRID = Grid(1, 0)
+SIGNS, SIZES = (15, 12, 14, 13), (9, 6, 3, 0)
+"""Bits of codes 2 i and 2 i + 1 in the low and the high half of a word: sign, lowest of the index."""
+PLACES: tuple[Place, ...] = tuple(
+    ((8, SIGNS[c // 2] - 3 + 16 * (c % 2)), (7, SIZES[c // 2] + 16 * (c % 2))) for c in range(8)
+)
 E4M3_MIN = 2.0**-9
 
 
@@ -26,14 +31,18 @@ class Nvfp4Format(Format):
 
     | part            | shape        | dtype | value                                                               |
     |-----------------|--------------|-------|---------------------------------------------------------------------|
-    | (codes)         | [H, N/8, P]  | int32 | nibbles, eight to a word (`words.py`)                               |
+    | (codes)         | [H, N/8, P]  | int32 | codes of four bits, eight to a word (`words.py`, `PLACES`)          |
     | `.scale`        | [H, N/16, P] | uint8 | E4M3 s: amax of the block / (6 s2) within [2^-9, 448]; 1 for zeros  |
     | `.column_scale` | [H, P]       | fp32  | s2 = max(amax of the column / 2688, 2^-100)                         |
 
-    A nibble is sign << 3 | index of the magnitude nearest to |x| / (s s2), ties to the even index, with the
+    A code is sign << 3 | index of the magnitude nearest to |x| / (s s2), ties to the even index, with the
     rounded s; larger quotients (a rounded s may be too small) saturate at 6. Zero keeps its sign. The value is
     (magnitude * s) * s2: the first product is exact. NVFP4 elsewhere has one s2 for a whole tensor; one per column
     leaves columns independent of each other, as everything else of a state is.
+
+    Two codes of a word are an fp16 pair, times 2^-14, once their bits are where fp16 has its sign (15) and the low ends
+    of its exponent and mantissa (11, 10 and 9). `PLACES` has the first pair there; the second takes one shift, since
+    its sign and index are as far apart, for which a word has no room more than twice; the others take two.
     """
 
     name = "nvfp4"
@@ -61,13 +70,13 @@ class Nvfp4Format(Format):
         size = size.clamp(max=E2M1[-1])
         if noise is not None:
             size = round_to_grid(size, noise, E2M1_GRID)
-        nibbles = x.signbit().to(torch.uint8) << 3 | nearest_e2m1(size)
-        return {"": pack(nibbles, 4, self.block), ".scale": code, ".column_scale": column_scale}
+        codes = x.signbit().to(torch.uint8) << 3 | nearest_e2m1(size)
+        return {"": pack(codes, PLACES, self.block), ".scale": code, ".column_scale": column_scale}
 
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        nibbles = unpack(parts[""], 4, self.block)
-        value = e2m1_of(nibbles & 7)
-        value = torch.where(nibbles > 7, -value, value)
+        codes = unpack(parts[""], PLACES, self.block)
+        value = e2m1_of(codes & 7)
+        value = torch.where(codes > 7, -value, value)
         value = value * spread(from_e4m3(parts[".scale"]), self.block)
         return (value * parts[".column_scale"].unsqueeze(-2)).to(dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replayssm.state.formats.base import LARGEST_SCALED, Format, Parts, scale_of, within
 from replayssm.state.formats.stochastic import Grid, round_to_grid
-from replayssm.state.formats.words import WORD_BITS, pack, unpack, word_rows
+from replayssm.state.formats.words import BYTES, pack, unpack, word_rows
 
 E4M3_MAX = 448.0
 E4M3_GRID = Grid(3, -6)
@@ -53,7 +53,7 @@ class ColumnFormat(Format):
 
     def parts(self, shape: tuple[int, ...]) -> Parts:
         heads, keys, columns = shape
-        words = (heads, word_rows(keys, 8, WORD_BITS // 8, self.name), columns)
+        words = (heads, word_rows(keys, 8, len(BYTES), self.name), columns)
         return {"": (words, torch.int32), ".scale": ((heads, columns), torch.float32)}
 
     def encode(self, state: Tensor, noise: Tensor | None = None) -> dict[str, Tensor]:
@@ -62,11 +62,11 @@ class ColumnFormat(Format):
         x = (x * scale.reciprocal().unsqueeze(-2)).clamp(-self.largest, self.largest)
         if noise is not None:
             x = round_to_grid(x, noise, self.grid)
-        return {"": pack(self.codes(x), 8, x.shape[-2]), ".scale": scale}
+        return {"": pack(self.codes(x), BYTES, x.shape[-2]), ".scale": scale}
 
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         words = parts[""]
-        codes = unpack(words, 8, words.shape[-2] * WORD_BITS // 8)
+        codes = unpack(words, BYTES, words.shape[-2] * len(BYTES))
         return (self.values(codes) * parts[".scale"].unsqueeze(-2)).to(dtype)
 
 

@@ -2,11 +2,12 @@
 
 A word holds consecutive key rows of one column, so that a kernel loads words of neighbouring columns together and
 takes them apart with shifts, and every code of a word has the same block scale. With C codes in a word, blocks of S
-key rows and NB blocks in a column, code c of word row r, counted from the low bits, stands for key row
+key rows and NB blocks in a column, code c of word row r stands for key row
 
     (r % NB) * S + (r // NB) * C + c
 
-Blocks are interleaved, so that whichever thread of a kernel holds a word holds the others of its block as well.
+Blocks are interleaved, so that whichever thread of a kernel holds a word holds the others of its block as well. Where
+the bits of code c are in its word is up to the format: a `Place` for each c.
 """
 
 from __future__ import annotations
@@ -16,21 +17,28 @@ from torch import Tensor
 
 WORD_BITS = 32
 
+Place = tuple[tuple[int, int], ...]
+"""The bits of a code in its word: (bits of the code as a mask, places to the left) of each group that lies together."""
 
-def pack(codes: Tensor, bits: int, block: int) -> Tensor:
-    """Words int32 [..., N * bits / 32, P] of integer codes [..., N, P] in 0..2^bits - 1, N a multiple of `block`."""
-    in_word = WORD_BITS // bits
+BYTES: tuple[Place, ...] = tuple(((255, 8 * c),) for c in range(4))
+"""Four bytes in order."""
+
+
+def pack(codes: Tensor, places: tuple[Place, ...], block: int) -> Tensor:
+    """Words int32 [..., N / C, P] of integer codes [..., N, P], C = len(places), N a multiple of `block`."""
+    in_word = len(places)
     codes = codes.int().unflatten(-2, (-1, block // in_word, in_word)).transpose(-4, -3).flatten(-4, -3)
-    words = codes[..., 0, :].clone()
-    for c in range(1, in_word):
-        words |= codes[..., c, :] << bits * c
+    words = torch.zeros_like(codes[..., 0, :])
+    for c, place in enumerate(places):
+        for mask, shift in place:
+            words |= (codes[..., c, :] & mask) << shift
     return words
 
 
-def unpack(words: Tensor, bits: int, block: int) -> Tensor:
+def unpack(words: Tensor, places: tuple[Place, ...], block: int) -> Tensor:
     """The codes int32 [..., N, P] that were packed."""
-    in_word = WORD_BITS // bits
-    codes = torch.stack([words >> bits * c & (1 << bits) - 1 for c in range(in_word)], -2)
+    in_word = len(places)
+    codes = torch.stack([sum((words >> shift & mask for mask, shift in place), 0 * words) for place in places], -2)
     return codes.unflatten(-3, (block // in_word, -1)).transpose(-4, -3).flatten(-4, -2)
 
 
