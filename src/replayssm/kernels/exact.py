@@ -56,6 +56,12 @@ def high_low(log_decay):
 
 
 @triton.jit
+def newest_first(WP: tl.constexpr):
+    """Records [WP] from the last to the first: sums since a record then run forward, which takes fewer exchanges."""
+    return WP - 1 - tl.arange(0, WP)
+
+
+@triton.jit
 def head_weights(
     ring, layer_params, slot, start, records, g, heads,
     N: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr,
@@ -63,15 +69,15 @@ def head_weights(
 ):  # fmt: skip
     """(weights [HEADS, WP], log decay [HEADS]) of the oldest `records` records, for `heads` [HEADS, 1] of key head g.
 
-    A weight takes raw key x raw write vector to the state after the newest of the records; zero beyond them. The log
-    decay is that of all records together.
+    A weight takes raw key x raw write vector to the state after the newest of the records; zero beyond them. They
+    are in the order `newest_first`. The log decay is that of all records together.
     """
-    j = tl.arange(0, WP)[None, :]
+    j = newest_first(WP)[None, :]
     rows, later_rows = (start + j) % RING_ROWS, (start + j + 1) % RING_ROWS
     key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, heads, j < records)
     first = RECORD_DECAY(ring, layer_params, slot, start % RING_ROWS, heads, 0, records > 0, N)
     later = RECORD_DECAY(ring, layer_params, slot, later_rows, heads, 0, j + 1 < records, N)
-    weights = tl.exp(tl.cumsum(later, 1, reverse=True)) * key_scale * write_scale
+    weights = tl.exp(tl.cumsum(later, 1)) * key_scale * write_scale
     return weights, tl.sum(first, 1) + tl.sum(later, 1)
 
 

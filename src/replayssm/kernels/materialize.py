@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, head_weights, high_low
+from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, head_weights, high_low, newest_first
 from replayssm.kernels.launch import clamp_limit, layer_arguments, layer_constants, run
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, SLOT
 from replayssm.state.layout import StateLayout
@@ -27,7 +27,7 @@ def fold(
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
 ):  # fmt: skip
     """The columns S [NP, BLOCK_P] of a state after the oldest `records` records of its ring."""
-    j = tl.arange(0, WP)
+    j = tl.arange(0, WP) if CHANNEL else newest_first(WP)
     rows = (start + j) % RING_ROWS
     past = tl.load(
         writes[0] + slot * writes[1] + rows[:, None] * writes[2] + h * writes[3] + p[None, :],

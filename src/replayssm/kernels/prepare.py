@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low
+from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low, newest_first
 from replayssm.kernels.formats import store_probe
 from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS, TREE
 
@@ -89,20 +89,21 @@ def prepare_kernel(
     if slot >= 0:
         n = tl.arange(0, NP)
         n_mask = n < N
-        tokens = tl.load(plan + TOKENS)
-        folded = tl.load(plan + FOLDED)
-        start = tl.load(plan + FOLD_START)
-        history = tl.load(plan + HISTORY)
+        # what counts rows is small, and 64-bit remainders are slow
+        tokens = tl.load(plan + TOKENS).to(tl.int32)
+        folded = tl.load(plan + FOLDED).to(tl.int32)
+        start = tl.load(plan + FOLD_START).to(tl.int32)
+        history = tl.load(plan + HISTORY).to(tl.int32)
         # a due row has records to fold and no history, any other row the reverse: one set of rows serves both
         records = folded + history
         tree = tl.load(plan + TREE) if IS_TREE else 0
         out = weights + (b * H + h) * (T * BLOCK)
-        key_at = key[0] + b * key[1] + g * N + n
-        query_at = query[0] + b * query[1] + g * N + n
+        key_at = key[0] + b * key[1] + g * N
+        query_at = query[0] + b * query[1] + g * N
         if CHANNEL:
             channel_tokens(
-                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, key_at, key[2], query_at,
-                query[2], inputs, layer_params, out, probes + (b * H + h) * (T * 2 * N) + n,
+                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, key_at + n, key[2],
+                query_at + n, query[2], inputs, layer_params, out, probes + (b * H + h) * (T * 2 * N) + n,
                 N, T, RING_ROWS, TP, WP, BLOCK, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE,
                 KEY_SCALE, QUERY_SCALE, STORE_RECORD,
             )  # fmt: skip
@@ -115,8 +116,8 @@ def prepare_kernel(
             )  # fmt: skip
         else:
             head_tokens(
-                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at, key[2],
-                query_at, query[2], inputs, layer_params, out,
+                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at + n, key[2],
+                query_at + n, query[2], inputs, layer_params, out,
                 H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
                 TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
@@ -129,6 +130,25 @@ def store_rates(rates, slot, rows, h, rate, mask):
 
 
 @triton.jit
+def key_products(key_rows, row_mask, query_at, key_at, n, live, N: tl.constexpr, TWO: tl.constexpr):
+    """(K q, K k) [WP] of ring rows of keys, which `key_rows` [WP, 1] points to; K k only when TWO.
+
+    Some channels after the other: sums over few channels need few registers and few exchanges between threads.
+    """
+    CHUNK: tl.constexpr = min(n.shape[0], 16)
+    c = tl.arange(0, CHUNK)
+    q_sums = tl.zeros([key_rows.shape[0], CHUNK], tl.float32)
+    k_sums = q_sums
+    for first in tl.static_range(0, N, CHUNK):
+        inside = (first + c < N) & live
+        kept = tl.load(key_rows + (first + c)[None, :], mask=row_mask & inside[None, :], other=0).to(tl.float32)
+        q_sums += kept * tl.load(query_at + first + c, mask=inside, other=0).to(tl.float32)[None, :]
+        if TWO:
+            k_sums += kept * tl.load(key_at + first + c, mask=inside, other=0).to(tl.float32)[None, :]
+    return tl.sum(q_sums, 1), tl.sum(k_sums, 1)
+
+
+@triton.jit
 def head_token(
     b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
     layer_params, out, probe,
@@ -138,10 +158,11 @@ def head_token(
     STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr, PROBE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Weights of one token for heads with one decay each; they share the products of raw keys and queries."""
-    j = tl.arange(0, WP)
+    j = newest_first(WP)
     rows = (start + j) % RING_ROWS
-    key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
-    kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0).to(tl.float32)
+    live = tokens > 0
+    key_rows = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3]
+    past_q, past_k = key_products(key_rows, (j < records)[:, None], query_at, key_at, n, live, N, DELTA)
     heads = h + tl.arange(0, HEADS)[:, None]
     weight, log_decay = head_weights(
         ring, layer_params, slot, start, records, g, heads, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
@@ -153,10 +174,9 @@ def head_token(
         store_fold(out, j, weight, log_decay, scalars)
         # after a fold there is no history
         decay = tl.full([HEADS, 1], 1.0, tl.float32)
-    live = tokens > 0
-    raw_k = tl.load(key_at, mask=n_mask & live, other=0)
+    raw_k = tl.load(key_at + n, mask=n_mask & live, other=0)
     k = raw_k.to(tl.float32)
-    q = tl.load(query_at, mask=n_mask & live, other=0).to(tl.float32)
+    q = tl.load(query_at + n, mask=n_mask & live, other=0).to(tl.float32)
     k_scale, q_scale = KEY_SCALE(k), QUERY_SCALE(q, N)
     log_step = TOKEN_DECAY(inputs, layer_params, b, 0, heads, n, n_mask, live, N)
     rate = TOKEN_RATE(inputs, b, 0, heads, live)
@@ -164,9 +184,9 @@ def head_token(
     decay *= step
     weight *= step
     if folded == 0:
-        tl.store(out + j[None, :], weight * (tl.sum(kept * q[None, :], 1) * q_scale)[None, :])
+        tl.store(out + j[None, :], weight * (past_q * q_scale)[None, :])
         if DELTA:
-            tl.store(out + WP + j[None, :], weight * (tl.sum(kept * k[None, :], 1) * k_scale)[None, :])
+            tl.store(out + WP + j[None, :], weight * (past_k * k_scale)[None, :])
     own = tl.zeros([HEADS, 1], tl.float32) + tl.sum(k * q, 0) * (k_scale * q_scale)
     tl.store(out + (2 if DELTA else 1) * WP, own)
     q_decay, k_decay = decay * q_scale, decay * k_scale
@@ -216,7 +236,7 @@ def head_tokens(
 ):  # fmt: skip
     """The same for several tokens, all of them at once: one after the other, each would wait for its loads."""
     D: tl.constexpr = 16  # rows that tensor cores take at least; those beyond the row's tokens are zero
-    j, i, t = tl.arange(0, WP), tl.arange(0, D), tl.arange(0, TP)
+    j, i, t = newest_first(WP), tl.arange(0, D), tl.arange(0, TP)
     live, row_live = (t < tokens)[None, :], (i < tokens)[:, None]
     rows = (start + j) % RING_ROWS
     key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]

@@ -151,9 +151,11 @@ def verify_units(
     ragged: tl.constexpr = NP != N or P % BLOCK_P != 0
     n, j = tl.arange(0, NP), tl.arange(0, WP)
     n_mask = n < N
-    tokens = tl.load(plan + TOKENS)
-    start = tl.load(plan + FOLD_START)
-    history = tl.load(plan + HISTORY)
+    # what counts rows is small, and 64-bit remainders are slow
+    folded = folded.to(tl.int32)
+    tokens = tl.load(plan + TOKENS).to(tl.int32)
+    start = tl.load(plan + FOLD_START).to(tl.int32)
+    history = tl.load(plan + HISTORY).to(tl.int32)
     empty = tl.load(plan + EMPTY) != 0
     # a due row has records to fold and no history, any other row the reverse: one set of rows serves both
     records = folded + history
@@ -360,9 +362,9 @@ def load_past(
     row = tl.arange(0, ROWS)
     at = ring[0] + slot * ring[1] + h * ring[3] + p[None, :]
     for tile in tl.static_range(WP // ROWS):
-        j = start.to(tl.int32) + tile * ROWS + row
+        j = start + tile * ROWS + row
         j -= tl.where(j >= RING_ROWS, RING_ROWS, 0)  # beyond the records it may need more, and nothing is read
-        mask = (row < records.to(tl.int32) - tile * ROWS)[:, None] & (p < P)[None, :]
+        mask = (row < records - tile * ROWS)[:, None] & (p < P)[None, :]
         write = tl.load(at + j[:, None] * ring[2], mask=mask, other=0, eviction_policy="evict_first")
         past = past + (write,)  # type: ignore[assignment]
     return past
