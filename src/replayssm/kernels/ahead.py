@@ -29,6 +29,7 @@ from replayssm.kernels.launch import (
     prepared_warps,
     solve_constants,
     solves_again,
+    solving_warps,
     verify_constants,
 )
 from replayssm.kernels.prepare import prepare_kernel
@@ -101,7 +102,8 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
 def compile_solve(layout: StateLayout, capability: int = 90) -> Resources:
     """Compile `solve_kernel` for a delta rule with a read copy, as the launcher would call it."""
     signature = _layer_signature(layout) | dict.fromkeys(WORK, "*fp32")
-    return _compile(solve_kernel, signature, solve_constants(layout, capability >= 90), 1, capability)
+    warps = solving_warps(layout)
+    return _compile(solve_kernel, signature, solve_constants(layout, capability >= 90), warps, capability)
 
 
 def _formats(layout: StateLayout, tokens: int, capability: int) -> dict[str, Any]:

@@ -142,6 +142,11 @@ def prepared_warps(layout: StateLayout, tokens: int, is_tree: bool = False) -> i
     return 2 * chains if is_tree else chains
 
 
+def solving_warps(layout: StateLayout) -> int:
+    """Warps of a program that solves windows again: a thread holds a column of the matrix."""
+    return max(1, padded_window(layout) // 32)
+
+
 @cache
 def layer_constants(layout: StateLayout) -> dict[str, Any]:
     """Compile-time arguments that a layer brings to every template."""
@@ -295,7 +300,7 @@ def launch_verify(
         return
     if solves_again(layout):
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
-        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=1, **early)
+        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solving_warps(layout), **early)
     constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
     programs = rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
     run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens, is_tree), **early)

@@ -5,7 +5,8 @@ errors of a window to its write vectors depends on keys, rates and decays alone:
 `solves` [B, H, WP + 1, WP] holds the matrix M = (I + A)^-1 diag(rate), with A[s, i] = rate_s (decay from i to s)
 (k_s . k_i) for i < s, and behind it the factors of S^T k. The flush launch applies both (`exact.solved_writes`).
 
-A solution is a chain of dependent rows, which takes its time whatever else runs: many small programs wait side by side.
+M is found by forward substitution, and each of its columns by itself: a thread holds one and waits for nobody. What all
+of them multiply with, A, lies in M's place in memory until then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import exact_dot
 from replayssm.kernels.plan import DUE_COUNT, FOLD_START, FOLDED, ORDER, SLOT
-from replayssm.kernels.prepare import pick
 
 
 @triton.jit
@@ -45,8 +45,9 @@ def solve_kernel(
         row = plan + b * plan_row
         h = item % H
         solve_window(
-            h, h // (H // G), tl.load(row + SLOT), tl.load(row + FOLDED), tl.load(row + FOLD_START), keys, ring, rates,
-            layer_params, solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
+            h, h // (H // G), tl.load(row + SLOT), tl.load(row + FOLDED).to(tl.int32),
+            tl.load(row + FOLD_START).to(tl.int32), keys, ring, rates, layer_params,
+            solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
         )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def solve_window(
     N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """`solves` of one head, row by row: M_s = rate_s (e_s - sum over i < s of (decay) (k_s . k_i) M_i)."""
+    """`solves` of one head."""
     n, i = tl.arange(0, NP), tl.arange(0, WP)
     kept_mask = i < folded
     rows = (start + i) % RING_ROWS
@@ -66,14 +67,51 @@ def solve_window(
     log_decay = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, kept_mask, N)
     rate = tl.load(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], mask=kept_mask, other=0)
     overlap = exact_dot(raw, tl.trans(raw)) * key_scale[:, None] * key_scale[None, :]
-    matrix = tl.zeros([WP, WP], tl.float32)
-    since = tl.zeros([WP], tl.float32)  # log decay from record i to the present one, a sum of one sign
-    for s in range(folded):
-        here = i == s
-        since = tl.where(i < s, since + tl.sum(tl.where(here, log_decay, 0.0), 0), 0.0)
-        rate_s = tl.sum(tl.where(here, rate, 0.0), 0)
-        weight = tl.where(i < s, rate_s * tl.exp(since) * pick(overlap, s), 0.0)
-        row = tl.where(here, rate_s, 0.0) - tl.sum(weight[:, None] * matrix, 0)
-        matrix = tl.where(here[:, None], row[None, :], matrix)
-    tl.store(out + i[:, None] * WP + i[None, :], matrix)
+    later = i[:, None] > i[None, :]
+    # log decay from a record to a later one, a sum of one sign
+    since = tl.cumsum(tl.where(later, log_decay[:, None], 0.0), 0)
+    corrections = tl.where(later, rate[:, None] * tl.exp(since) * overlap, 0.0)
+    tl.store(out + i[:, None] * WP + i[None, :], corrections)
     tl.store(out + WP * WP + i, tl.exp(tl.cumsum(log_decay, 0)) * key_scale)
+    substitute(out, rate, WP)
+
+
+@triton.jit
+def substitute(out, rate, WP: tl.constexpr):
+    """Put M = (I + A)^-1 diag(rate) where `out` [WP, WP] has A, strictly lower: BLOCK rows after those before them."""
+    BLOCK: tl.constexpr = min(WP, 32)
+    column, i, k = tl.arange(0, WP), tl.arange(0, BLOCK)[:, None], tl.arange(0, WP)
+    for first in range(0, WP, BLOCK):
+        tl.debug_barrier()  # what other threads have stored is read
+        rows = out + first * WP
+        if WP > BLOCK:  # what is known of M goes to the right-hand side
+            above = (k < first)[:, None] & (column < first)[None, :]
+            taken = tl.load(rows + i * WP + k[None, :], mask=(k < first)[None, :], other=0)
+            known = tl.load(out + k[:, None] * WP + column[None, :], mask=above, other=0)
+            tl.debug_barrier()
+            right = -tl.dot(taken, known, input_precision="tf32x3")
+            tl.store(rows + i * WP + column[None, :], right, mask=(column < first)[None, :])
+            tl.debug_barrier()
+        solve_rows(rows, rate, first, WP, BLOCK)
+
+
+@triton.jit
+def solve_rows(rows, rate, first, WP: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace `rows` [BLOCK, WP], the right-hand side up to column `first` and A from there on, with those of M."""
+    column = tl.arange(0, WP)
+    # two numbers at a time
+    two = (rows + first).to(tl.pointer_type(tl.int64))
+    known = ()
+    for s in tl.static_range(BLOCK):
+        row = tl.where(column == first + s, rate, 0.0)
+        if WP > BLOCK:
+            row += tl.load(rows + s * WP + column, mask=column < first, other=0)
+        for i in tl.static_range(0, s, 2):
+            pair = tl.load(two + (s * WP + i) // 2)
+            row -= pair.to(tl.int32).to(tl.float32, bitcast=True) * known[i]
+            if i + 1 < s:
+                row -= (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) * known[i + 1]
+        known = known + (row,)  # type: ignore[assignment]
+    tl.debug_barrier()  # nobody needs these rows of A any more
+    for s in tl.static_range(BLOCK):
+        tl.store(rows + s * WP + column, known[s])
