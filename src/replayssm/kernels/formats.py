@@ -395,12 +395,12 @@ def nvfp4_pairs(words):
 def nvfp4_code(x, c: tl.constexpr):
     SIGN: tl.constexpr = SIGNS[c // 2] + 16 * (c % 2)
     size = tl.minimum(tl.abs(x), 6.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
-    subnormal = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000  # multiples of 1/2, the spacing at 2^22
-    index = tl.where(size < 1.0, subnormal, normal) << (SIZES[c // 2] + 16 * (c % 2))
+    # from 2^23 on fp32 numbers are spaced by 1: indices as spacings of 1/2, 1 and 2 give them, each too large elsewhere
+    index = tl.minimum(tl.minimum(2 * size + 8388608.0, size + 8388610.0), 0.5 * size + 8388612.0)
+    PLACE: tl.constexpr = SIZES[c // 2] + 16 * (c % 2)
     BIT: tl.constexpr = 1 << SIGN if SIGN < 31 else -2147483648
-    return index | ((x.to(tl.int32, bitcast=True) >> (31 - SIGN)) & BIT)
+    sign = (x.to(tl.int32, bitcast=True) >> (31 - SIGN)) & BIT
+    return sign | ((index.to(tl.int32, bitcast=True) << PLACE) & (7 << PLACE))
 
 
 TRITON_FORMATS = {
