@@ -79,8 +79,8 @@ def verify_kernel(
                 VALUE, NATIVE, ROWS, PROBE_BITS,
             )  # fmt: skip
             if CODES > 0:
-                tl.debug_barrier()  # what other threads have stored is read
-                for unit in range(first, last):
+                tl.debug_barrier()  # what other threads have stored is read, from here on also ahead
+                for unit in tl.range(first, last, num_stages=STAGES):
                     h = unit // (units // H)
                     head = state + slot * state_slot + h * (N * P)
                     round_copy(
