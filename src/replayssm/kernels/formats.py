@@ -208,8 +208,7 @@ def fma_pairs(a, b, c):
 @triton.jit
 def halves(pairs):
     """The two fp16 numbers of each int32, as fp32."""
-    two: tl.constexpr = (tl.float32, tl.float32)
-    return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [pairs], two, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [pairs], (tl.float32, tl.float32), is_pure=True, pack=1)
 
 
 @triton.jit
@@ -332,8 +331,7 @@ FP8_PAIRS = tl.constexpr("""{
 
 @triton.jit
 def fp8_pairs(words):
-    two: tl.constexpr = (tl.int32, tl.int32)
-    return tl.inline_asm_elementwise(FP8_PAIRS, "=r,=r,r", [words], two, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(FP8_PAIRS, "=r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit
@@ -363,8 +361,7 @@ INT8_PAIRS = tl.constexpr("""{
 
 @triton.jit
 def int8_pairs(words):
-    two: tl.constexpr = (tl.int32, tl.int32)
-    return tl.inline_asm_elementwise(INT8_PAIRS, "=r,=r,r", [words], two, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(INT8_PAIRS, "=r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit
