@@ -236,7 +236,7 @@ def test_snapshots() -> None:
         small.refuses(lambda b=bytes(flipped): restore(pool, b), "no ReplaySSM snapshot|damaged|version", SnapshotError)
     small.refuses(lambda: restore(pool, b"hello"), "no ReplaySSM snapshot", SnapshotError)
     small.refuses(
-        lambda: restore(pool, rewritten(data, version=3)), "format version 3, this library reads", SnapshotError
+        lambda: restore(pool, rewritten(data, version=2)), "format version 2, this library reads", SnapshotError
     )
     small.refuses(lambda: restore(pool, rewritten(data, length=1)), "checksum does not match", SnapshotError)
     small.refuses(lambda: restore(pool, data, small.slot), "already in use", SlotError)
