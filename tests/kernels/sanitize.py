@@ -19,7 +19,7 @@ import torch
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 
-MIXER = "(convolution_agrees and T4) or (gated_norm and bf16 and (2048 or 24)) or (mix_agrees and gdn-constants1-bf16-3)"
+MIXER = "(convolution_agrees and T4) or (gated_norm and bf16 and (2048 or 24)) or (mix_agrees and constants1-bf16-3)"
 TESTS = {
     "mixer": ["tests/kernels/test_convolve.py", "tests/kernels/test_mixer.py", "-k", MIXER],
     "engine": ["tests/kernels/test_engine.py", "-k", "test_whole_steps and not 1100"],
