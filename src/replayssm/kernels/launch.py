@@ -298,12 +298,12 @@ def launch_verify(
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
-    if solves_again(layout):
-        programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
-        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solving_warps(layout), **early)
     constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
     programs = rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)
     run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens, is_tree), **early)
+    if solves_again(layout):
+        programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
+        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solving_warps(layout), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units

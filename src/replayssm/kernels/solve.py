@@ -1,4 +1,4 @@
-"""A launch before the first one, for delta rules beside a read copy: windows that a fold must solve again.
+"""A launch beside the first one, for delta rules with a read copy: windows that a fold must solve again.
 
 The ring's write vectors were corrected against the read copy, which must not reach the checkpoint. What takes the
 errors of a window to its write vectors depends on keys, rates and decays alone: for each head of the rows that are due,
@@ -37,7 +37,7 @@ def solve_kernel(
     | solves   | [B, H, WP + 1, WP] fp32 | out | see the module; written for rows that fold                     |
     """
     if OVERLAP:
-        gdc_wait()
+        # the first launch has let this one start after all that it waited for had ended, and writes nothing read here
         gdc_launch_dependents()
     due = tl.load(plan + DUE_COUNT).to(tl.int32)
     for item in range(tl.program_id(0), due * H, tl.num_programs(0)):
@@ -49,6 +49,8 @@ def solve_kernel(
             tl.load(row + FOLD_START).to(tl.int32), keys, ring, rates, layer_params,
             solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
         )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # whoever waits for this launch counts on the first one having ended as well
 
 
 @triton.jit
