@@ -128,21 +128,24 @@ def test_graph_replay_equals_eager(name: str, tokens: int) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize(
+    ("name", "tokens", "read_format"),
+    [*((name, 2, None) for name in SLICES), ("mamba2", 1, "nvfp4"), ("gdn", 1, "nvfp4"), ("gdn", 1, "fp8")],
+)
 @pytest.mark.parametrize("batch", [1, 64])
-def test_a_thousand_launches_agree_bit_for_bit(name: str, batch: int) -> None:
+def test_a_thousand_launches_agree_bit_for_bit(name: str, tokens: int, read_format: str | None, batch: int) -> None:
     """Races would show as different bits."""
-    pool = pool_of(name, batch, ReplayConfig(window=4, verify_len=2))
+    pool = pool_of(name, batch, ReplayConfig(window=4, verify_len=tokens, read_format=read_format))
     layout, slots = pool.layers[0].layout, torch.arange(batch, device="cuda")
     for number in range(2):
-        inputs = draw(layout, batch, 2, number)
-        opened = flow.open_step(pool, slots, 2)
+        inputs = draw(layout, batch, tokens, number)
+        opened = flow.open_step(pool, slots, tokens)
         flow.verify(pool, 0, opened, inputs)
         flow.close_step(pool, opened)
-        flow.commit(pool, slots, 2)
-    inputs = draw(layout, batch, 2, 9)
+        flow.commit(pool, slots, tokens)
+    inputs = draw(layout, batch, tokens, 9)
     forced = torch.arange(batch, device="cuda") % 2 == 0
-    opened = flow.open_step(pool, slots, 2, window=4, forced=forced)
+    opened = flow.open_step(pool, slots, tokens, window=4, forced=forced)
     before = {name: tensor.clone() for name, tensor in pool.layers[0].tensors.items()}
     first = None
     for _ in range(1000):
