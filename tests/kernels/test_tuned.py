@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,8 @@ def test_another_file_is_refused(table: Path) -> None:
 def test_rules_and_candidates_fit_every_geometry(name: str, sizes: tuple[int, int, int, int]) -> None:
     heads, key_heads, key_dim, value_dim = sizes
     geometry = Geometry(heads, heads if name == "kda" else key_heads, key_dim, value_dim)
-    for tokens in (1, 4, 16):
-        layout = StateLayout(get(name), geometry, ReplayConfig(16, tokens), torch.bfloat16)
+    for tokens, copy in product((1, 4, 16), (None, "fp8")):
+        layout = StateLayout(get(name), geometry, ReplayConfig(16, tokens, read_format=copy), torch.bfloat16)
         choices = [tuned.heuristic(layout, batch, tokens)[0] for batch in (1, 64, 4096)]
         for choice in [*choices, *tune.candidates_for(layout, tokens)]:
             assert all(tune._fits(layout, tile) for tile in (choice.step, choice.flush) if tile)
@@ -99,7 +100,26 @@ def test_the_tuner_times_only_what_is_right(monkeypatch: pytest.MonkeyPatch) -> 
     said: list[str] = []
     rows = tune.tune(layout, [2], 1, DEVICE, candidates=[wrong, right], timer=WallTimer(), log=said.append)
     assert [row.choice for row in rows] == [right] and rows[0].us > 0
-    assert any("wrong, differs by" in line for line in said)
+    assert any("wrong, outputs differ by" in line for line in said)
+
+
+@pytest.mark.parametrize("broken", ["", "outputs", "states", "copies"])
+def test_the_tuner_checks_read_copies(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ReplayConfig(window=4, read_format="nvfp4")
+    layout = StateLayout(get("gdn"), Geometry(1, 1, 64, 16), config, torch.bfloat16)
+    stock = tune.launch_verify
+
+    def launch(layer, plan, inputs, y, *others):  # type: ignore[no-untyped-def]
+        stock(layer, plan, inputs, y, *others)
+        if broken == "outputs":
+            y[0] *= 1.01
+        elif broken:
+            layer.tensors["checkpoint" if broken == "states" else "read_copy.column_scale"] *= 1.02
+
+    monkeypatch.setattr(tune, "launch_verify", launch)
+    choice = tuned.heuristic(layout, 2, 1)[0]
+    found = tune.check(layout, 1, choice, DEVICE).wrong(layout)
+    assert broken in found and (found == "") == (broken == "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -25,7 +25,11 @@ def tune(
     ] = None,
     state_format: Annotated[
         list[str] | None,
-        typer.Option("--format", help="Checkpoint format, fp32 by default; may be repeated.", show_default=False),
+        typer.Option(
+            "--format",
+            help='"checkpoint" or "checkpoint+read copy", fp32 by default; may be repeated.',
+            show_default=False,
+        ),
     ] = None,
     window: Annotated[int, typer.Option(help="Window in force.")] = 16,
     jobs: Annotated[int, typer.Option(help="Processes that compile and check candidates.")] = 8,
@@ -55,12 +59,13 @@ def tune(
     layouts = []
     try:
         for name, form, tokens in product(geometry, state_format or ["fp32"], verify_len or [1]):
-            model, config = find(name), ReplayConfig(window, tokens, form)
+            model, config = find(name), ReplayConfig.of(form, window=window, verify_len=tokens)
             layouts.append(StateLayout(model.replayed, model.timed, config, torch.bfloat16))
     except ValueError as error:
         _fail(str(error))
     for layout in layouts:
-        tokens, form = layout.config.verify_len, layout.config.checkpoint_format
+        tokens, formats = layout.config.verify_len, (layout.config.checkpoint_format, layout.config.read_format)
+        form = "+".join(filter(None, formats))
         typer.echo(f"{layout.recurrence.title}, {layout.geometry}, {form}, {tokens} tokens a step")
         rows = measure(layout, batch or [1, 8, 64, 256], tokens, device, workers=jobs, log=typer.echo)
         save(target, tuple(rows), conditions)
