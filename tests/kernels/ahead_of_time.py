@@ -56,15 +56,24 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
         for name, geometry in GEOMETRIES.items():
             layout = layout_of(name, geometry, 1, "bf16")
             yield f"{name} bf16 batch 256", layout, 1, heuristic(layout, 256, 1)[0]
-        for name, window, tokens, read_format in [
+        for name, window, tokens, precision in [
+            ("mamba2", 16, 1, "fp32+fp8"),
+            ("mamba2", 32, 1, "fp32+nvfp4"),
             ("mamba2", 16, 1, "fp8"),
-            ("mamba2", 32, 1, "nvfp4"),
-            ("gdn", 32, 1, "nvfp4"),
-            ("gdn", 32, 4, "fp8"),
+            ("gdn", 32, 1, "fp32+nvfp4"),
+            ("gdn", 32, 4, "fp32+fp8"),
+            ("gdn", 16, 1, "fp8+nvfp4"),
+            ("gdn", 16, 4, "fp8"),
+            ("kda", 32, 1, "fp32+nvfp4"),
+            ("kda", 32, 4, "fp32+fp8"),
+            ("kda", 32, 1, "fp8+nvfp4"),
+            ("kda", 16, 1, "fp8"),
+            ("mamba2", 16, 1, "fp16-stochastic"),
+            ("gdn", 16, 1, "fp8-stochastic+nvfp4"),
         ]:
-            config = ReplayConfig(window, tokens, read_format=read_format)
+            config = ReplayConfig.of(precision, window=window, verify_len=tokens)
             layout = StateLayout(get(name), GEOMETRIES[name], config, torch.bfloat16)
-            yield f"{name} {read_format} T={tokens} W={window}", layout, tokens, heuristic(layout, 256, tokens)[0]
+            yield f"{name} {precision} T={tokens} W={window}", layout, tokens, heuristic(layout, 256, tokens)[0]
         for title, (name, geometry) in MORE.items():
             layout = layout_of(name, geometry, 1)
             yield title, layout, 1, heuristic(layout, 256, 1)[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm import ReplayConfig, flow
+from replayssm.config import Rounding
 from replayssm.kernels.formats import PAIR_SUM_ERROR
 from replayssm.kernels.launch import Choice, Tile, verify_constants
 from replayssm.kernels.verify import STEP_ROWS
@@ -38,6 +39,7 @@ class Case:
     model_dtype: str = "bf16"
     checkpoint_format: str = "fp32"
     read_format: str | None = None
+    rounding: Rounding = "nearest"
     choice: Choice = FUSED
     paged: bool = False
     rows: tuple[int, ...] = (PAD_SLOT, 3, 0, PAD_SLOT)
@@ -49,7 +51,9 @@ class Case:
         recurrence, geometry = get(self.recurrence), self.geometry
         if recurrence.decay == "channel":
             geometry = replace(geometry, key_heads=geometry.heads)
-        config = ReplayConfig(self.window, self.verify_len, self.checkpoint_format, self.read_format)
+        config = ReplayConfig(
+            self.window, self.verify_len, self.checkpoint_format, self.read_format, rounding=self.rounding
+        )
         return StateLayout(recurrence, geometry, config, DTYPES[self.model_dtype])
 
     @property
@@ -69,11 +73,12 @@ class Case:
         """Between back ends: orders of summation in fp32, or now and then another neighbour in 16 bits."""
         if self.checkpoint_format == "fp32":
             return tolerance(torch.float32)
-        return 0.5 * torch.finfo(DTYPES[self.checkpoint_format]).eps
+        return 0.5 * torch.finfo(DTYPES.get(self.checkpoint_format, torch.float8_e4m3fn)).eps
 
     def __str__(self) -> str:
         shown = [self.recurrence, f"T{self.verify_len}", f"W{self.window}", self.model_dtype, self.checkpoint_format]
         shown += [self.read_format] if self.read_format else []
+        shown += ["stochastic"] if self.rounding == "stochastic" else []
         how = "recurrent" if self.choice.recurrent else "split" if self.choice.flush else "fused"
         shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", how]
         return "-".join([*shown, *(["paged"] if self.paged else []), *(["trees"] if self.trees else [])])
@@ -133,8 +138,8 @@ class Twins:
             pool = StatePool([state], backend=backend)
             for tensor in state.tensors.values():
                 poison(tensor)
-            for _ in range(self.slots - 1):
-                pool.acquire()
+            for number in range(self.slots - 1):
+                pool.acquire(seed=2**40 + number)
             self.pools[backend] = pool
 
     def _draw(self, tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -190,13 +195,25 @@ class Twins:
     def align_copies(self) -> None:
         """Where the last bits of two checkpoints differ, so may a code at a tie: few do, and both go on with the same.
 
-        Given the same checkpoint the codes are the same bit for bit, which test_formats.py shows.
+        Given the same checkpoint the codes are the same bit for bit, which test_formats.py shows. Those of an fp8
+        checkpoint go on the same as well: its numbers are few, and so often at ties.
         """
+        if self.case.rounding == "stochastic":  # other random numbers would be within the tolerance, too
+            stored = [bits(self.pools[name].layers[0].tensors["checkpoint"]) for name in ("triton", "torch")]
+            assert float((stored[0] != stored[1]).double().mean()) <= 0.01
+        scaled = self.case.checkpoint_format == "fp8"
+        most = 0.05 if scaled else 0.01
         ours, theirs = (self.pools[name].layers[0].tensors for name in ("triton", "torch"))
+        if scaled:
+            every = torch.arange(self.slots, device=self.device)
+            states = [self.pools[name].layers[0].state(every, "checkpoint") for name in ("triton", "torch")]
+            assert error(*(state.nan_to_num(0.0) for state in states)) <= self.case.tolerance
+            for name in ("checkpoint", "checkpoint.scale"):
+                ours[name].copy_(theirs[name])
         for spec in self.layout.tensors:
             if spec.name == "read_copy" or (spec.name.startswith("read_copy.") and spec.dtype == torch.uint8):
                 differ = (ours[spec.name] != theirs[spec.name]).double().mean()
-                assert differ <= 0.01, f"{differ:.1%} of {spec.name} differ"
+                assert differ <= most, f"{differ:.1%} of {spec.name} differ"
             if spec.name.startswith("read_copy."):
                 scales = [x[spec.name].double().nan_to_num(1.0) for x in (ours, theirs)]
                 assert spec.dtype == torch.uint8 or error(*scales) <= 4 * self.case.tolerance, spec.name

@@ -29,12 +29,11 @@ def layer(
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        (lambda: layer(checkpoint_format="fp64"), "keep checkpoints in fp32, fp16, bf16, not in fp64"),
+        (lambda: layer(checkpoint_format="fp64"), "keep checkpoints in fp32, fp16, bf16, fp8, not in fp64"),
         (lambda: layer(model_dtype=torch.float64), "fp32, fp16 and bf16 activations, not torch.float64"),
         (lambda: layer(read_format="bf16"), "read copies in fp8, int8, nvfp4, and read_format is bf16"),
         (lambda: layer(GEOMETRY, read_format="fp8"), f"key_dim is 64, 128 or 256, and it is {GEOMETRY.key_dim}"),
-        (lambda: layer(Geometry(2, 2, 64, 4), name="kda", read_format="fp8"), "not for the channels of Kimi Delta"),
-        (lambda: layer(read_format=None, checkpoint_format="bf16", rounding="stochastic"), "round to nearest even"),
+        (lambda: layer(checkpoint_format="fp8"), f"codes of states whose key_dim is 64, 128 or 256, and it is {8}"),
         (lambda: layer(replace(GEOMETRY, key_dim=257)), "at most 256 rows of a state, and key_dim is 257"),
         (lambda: turned(layer()), "'checkpoint' must be contiguous within a slot"),
     ],

@@ -42,6 +42,8 @@ def cases() -> list[Case]:
             replace(plain, checkpoint_format="fp16", window=2, model_dtype="fp16"),
             replace(plain, checkpoint_format="bf16", window=2, choice=SPLIT, paged=True),
             replace(plain, geometry=Geometry(1, 1, 96, 80), rows=(0, 3), window=2, steps=3),
+            replace(plain, checkpoint_format="fp16", window=2, rounding="stochastic", model_dtype="fp16"),
+            replace(plain, checkpoint_format="bf16", window=1, rounding="stochastic", choice=ONE_BY_ONE, paged=True),
             replace(plain, verify_len=5, trees=True),
             replace(plain, verify_len=6, window=9, trees=True, geometry=GROUP, choice=SPLIT, paged=True, steps=3),
             replace(plain, verify_len=16, window=16, trees=True, model_dtype="fp32", steps=3),
@@ -53,10 +55,10 @@ WORDS = Geometry(heads=4, key_heads=2, key_dim=64, value_dim=24)
 BESIDE = Choice(Tile(16, units=2), Tile(16, units=2, num_warps=2, num_stages=2))
 
 
-def copies() -> list[Case]:
-    """Read copies: every format, drafts, dtypes and windows."""
+def codes() -> list[Case]:
+    """Read copies and fp8 checkpoints: every format, drafts, dtypes and windows."""
     found = []
-    for name in ("mamba2", "gdn"):
+    for name in RECURRENCES:
         plain = Case(name, geometry=WORDS, choice=SPLIT, read_format="nvfp4")
         found += [
             replace(plain, rows=MANY, steps=7),
@@ -66,11 +68,16 @@ def copies() -> list[Case]:
             replace(plain, verify_len=3, read_format="fp8", model_dtype="fp32"),
             replace(plain, verify_len=2, read_format="int8", model_dtype="fp16", checkpoint_format="fp16"),
             replace(plain, window=20, model_dtype="fp32", steps=3),
+            replace(plain, verify_len=5, window=8, trees=True),
+            replace(plain, checkpoint_format="fp8", window=2, paged=True),
+            replace(plain, checkpoint_format="fp8", read_format=None, window=2, choice=BESIDE),
+            replace(plain, checkpoint_format="fp8", read_format=None, verify_len=3, steps=3),
+            replace(plain, checkpoint_format="fp8", window=2, rounding="stochastic"),
         ]
     return found
 
 
-@pytest.mark.parametrize("case", [*cases(), *copies()], ids=str)
+@pytest.mark.parametrize("case", [*cases(), *codes()], ids=str)
 def test_kernels_agree_with_torch(case: Case) -> None:
     run(case)
 

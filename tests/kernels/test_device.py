@@ -52,13 +52,19 @@ def cases() -> list[Case]:
             trees = replace(base, trees=True, steps=12)
             found.append(replace(trees, verify_len=8, choice=choose(layout, 4096, 8)))
             found.append(replace(trees, verify_len=4, choice=choose(layout, 1, 4), paged=True))
-            if name == "kda" or geometry.key_dim & geometry.key_dim - 1:
-                continue  # no read copies
+            random = replace(base, checkpoint_format="fp16", rounding="stochastic")
+            found += [replace(random, choice=choose(random.layout, rows, 1)) for rows in (1, 256)]
+            if geometry.key_dim & geometry.key_dim - 1:
+                continue  # no codes
             for read_format in ("fp8", "int8", "nvfp4"):
                 for tokens in (1, 4):
                     beside = replace(base, read_format=read_format, verify_len=tokens, window=32)
                     found.append(replace(beside, choice=choose(beside.layout, 256, tokens)))
             found.append(replace(base, read_format="nvfp4", checkpoint_format="fp16", choice=found[-2].choice))
+            for read_format, tokens in ((None, 1), (None, 4), ("nvfp4", 1), ("nvfp4", 4)):
+                scaled = replace(base, checkpoint_format="fp8", read_format=read_format, verify_len=tokens)
+                found.append(replace(scaled, choice=choose(scaled.layout, 256, tokens)))
+            found.append(replace(found[-1], rounding="stochastic"))
     return found
 
 

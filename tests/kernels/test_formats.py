@@ -15,6 +15,8 @@ from replayssm.kernels.formats import (
     pair_sums,
     probe_bits,
     round_copy,
+    scaled_codes,
+    state_rows,
     store_probe,
     word_dot,
     word_sums,
@@ -37,7 +39,22 @@ def write_kernel(
     h = tl.program_id(0)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     head = states + h * (N * P)
-    round_copy(head, copy, 1, h, p, saturated, N, P, CODES, BLOCKS, CODE, LARGEST_CODE)
+    round_copy(head, (), copy, 1, h, p, saturated, N, P, False, CODES, BLOCKS, CODE, LARGEST_CODE)
+
+
+@triton.jit
+def checkpoint_kernel(states, words, scales, rounded, again, N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """An fp8 checkpoint of `states` [H, N, P], what it means, and what is read of it."""
+    h = tl.program_id(0)
+    n, p = tl.arange(0, N), tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    at, mask = h * (N * P) + n[:, None] * P + p[None, :], (p < P)[None, :]
+    codes, column, S = scaled_codes(tl.load(states + at, mask=mask, other=0), 0, False, 3, -6)
+    head = words + h * (N // 4 * P)
+    tl.store(head + tl.arange(0, N // 4)[:, None] * P + p[None, :], codes, mask=mask)
+    tl.store(scales + h * P + p, column, mask=p < P)
+    tl.store(rounded + at, S, mask=mask)
+    tl.debug_barrier()
+    tl.store(again + at, state_rows(head, column, n, p, mask, P, True), mask=mask)
 
 
 @triton.jit
@@ -115,6 +132,22 @@ def test_what_is_written_is_what_the_format_says(name: str, keys: int) -> None:
         assert torch.equal(bits(parts[suffix][1:].contiguous()), bits(part)), suffix
         assert torch.equal(bits(parts[suffix][:1].contiguous()), bits(before[suffix][:1])), "another slot"
     assert saturated.tolist() == [0, int(FORMATS[name].saturated(x))]
+
+
+@pytest.mark.parametrize("keys", [64, 256])
+def test_an_fp8_checkpoint_is_what_the_format_says(keys: int) -> None:
+    form, x = FORMATS["fp8"], state(keys, keys).clamp(-LARGEST_SCALED, LARGEST_SCALED).to(DEVICE)
+    x[0, 1, 7, 5] = torch.nan
+    parts = parts_of("fp8", keys)
+    rounded, again = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    checkpoint_kernel[(H, 2)](x, parts[""][1], parts[".scale"][1], rounded, again, keys, P, BLOCK_P)
+    expected = form.encode(x)
+    assert torch.equal(bits(parts[".scale"][1]), bits(expected[".scale"][0]))
+    numbers = expected[".scale"][0].isfinite().unsqueeze(1)  # the codes of a NaN's column say nothing
+    assert torch.equal(torch.where(numbers, parts[""][1], 0), torch.where(numbers, expected[""][0], 0))
+    decoded = form.decode(expected, torch.float32)
+    for found in (rounded, again):
+        assert torch.equal(found.nan_to_num(3.0), decoded.nan_to_num(3.0))
 
 
 @pytest.mark.parametrize("name", list(TRITON_FORMATS))

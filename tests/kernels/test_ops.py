@@ -55,7 +55,7 @@ def arguments(twins: Twins) -> dict[str, tuple[object, ...]]:
         "settle_op": (plan, counters, pool.counts, 5, DECODE.value),
         "commit_op": (slots, None, 1, counters),
         "compact_op": (slots, torch.tensor([[1], [-1]], device=DEVICE), counters, tensors, number),
-        "verify_op": (plan, tensors, params, inputs, y, work, cursor.saturated, number, False),
+        "verify_op": (plan, tensors, params, inputs, y, work, cursor.saturated, cursor.seed, 0, number, False),
         "fold_op": (plan, tensors, params, cursor.saturated, number),
         "read_op": (plan, tensors, params, states, number),
         "materialize_op": (plan, tensors, params, torch.tensor([1, 2], device=DEVICE), cursor.saturated, number),

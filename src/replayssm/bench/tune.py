@@ -26,7 +26,7 @@ from replayssm.state.layout import StateLayout
 from replayssm.state.plan import COLUMNS
 from replayssm.state.pool import LayerState, StatePool
 
-STATE_LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+STATE_LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2, "fp8": 6e-2}
 """Allowed difference from the torch back end: a single tf32 product (1e-3) must not pass for fp32."""
 
 COPY_LIMIT = 1e-2
@@ -195,7 +195,9 @@ def check(layout: StateLayout, tokens: int, choice: Choice, device: torch.device
         expected = flow.verify(theirs, 0, steps[0], inputs)
         y = torch.full(expected.shape, torch.nan, dtype=expected.dtype, device=device)
         work = workspace(layout, rows, tokens, device)
-        launch_verify(ours.layers[0], steps[1].plan, inputs, y, choice, work, ours.cursor.saturated)
+        launch_verify(
+            ours.layers[0], steps[1].plan, inputs, y, choice, work, ours.cursor.saturated, ours.cursor.seed, 0
+        )
         outputs = max(outputs, _difference(y, expected))
         folded = steps[0].slots[steps[0].due]
         if layout.read_format is not None and len(folded):
@@ -258,7 +260,7 @@ class _Bench:
 
         def step_of(plan: Tensor) -> Callable[[int], object]:
             return lambda layer: launch_verify(
-                self.layers[layer], plan, self.inputs, self.y, choice, self.work, self.saturated
+                self.layers[layer], plan, self.inputs, self.y, choice, self.work, self.saturated, self.saturated, layer
             )
 
         steps = [step_of(plan) for plan in ([self.plain] if plain else self.plans)]

@@ -20,5 +20,7 @@ def kernels_of(pool: StatePool) -> Kernels | None:
 
 
 def fold_kernels_of(pool: StatePool) -> Kernels | None:
-    """The same for folds outside of a step. Beside a read copy those, which are few, run on torch."""
-    return kernels_of(pool) if pool.config.read_format is None else None
+    """The same for folds outside of a step. Those, which are few, run on torch where they do more than cast a state."""
+    config = pool.config
+    casts = config.read_format is None and config.checkpoint_format != "fp8" and config.rounding == "nearest"
+    return kernels_of(pool) if casts else None

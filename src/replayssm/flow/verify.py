@@ -43,7 +43,7 @@ def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]
     if out is not None:
         _check_out(state, step, out)
     kernels = kernels_of(pool)
-    if kernels is not None:
+    if kernels is not None and step.width > 0:
         check_inputs(state.layout, step, inputs)
         return kernels.verify(layer, step.plan, step.width, inputs, out, step.is_tree)
     y = _verify(pool, layer, step, take_inputs(state.layout, step, inputs))

@@ -22,14 +22,17 @@ from replayssm.kernels.launch import (
     WORK,
     Choice,
     Tile,
-    copy_suffixes,
+    code_parts,
     form_of,
+    is_random,
     packed_probe_bits,
     prepare_constants,
     prepared_warps,
+    read_codes,
     solve_constants,
+    solve_warps,
     solves_again,
-    solving_warps,
+    state_scales,
     verify_constants,
 )
 from replayssm.kernels.prepare import prepare_kernel
@@ -82,7 +85,7 @@ def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, i
 
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
     """Compile `recurrent_kernel` for a layer, as the launcher would call it."""
-    signature = _layer_signature(layout) | _token_signature(layout) | {"saturated": "*i64"}
+    signature = _layer_signature(layout) | _token_signature(layout) | _rounding_signature(layout)
     given = verify_constants(layout, tokens, tile, ALL_ROWS.value, capability >= 90)
     return _compile(recurrent_kernel, signature, given, tile.num_warps, capability)
 
@@ -93,7 +96,7 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     `mode` is which rows the launch takes (`kernels.verify`), `capability` the compute capability, such as 90.
     """
     signature = _layer_signature(layout) | _token_signature(layout)
-    signature |= dict.fromkeys(WORK, "*fp32") | {"saturated": "*i64"}
+    signature |= dict.fromkeys(WORK, "*fp32") | _rounding_signature(layout)
     leads = capability >= 90 and mode == STEP_ROWS.value
     given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads) | _formats(layout, tokens, capability)
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
@@ -102,14 +105,14 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
 def compile_solve(layout: StateLayout, capability: int = 90) -> Resources:
     """Compile `solve_kernel` for a delta rule with a read copy, as the launcher would call it."""
     signature = _layer_signature(layout) | dict.fromkeys(WORK, "*fp32")
-    warps = solving_warps(layout)
-    return _compile(solve_kernel, signature, solve_constants(layout, capability >= 90), warps, capability)
+    given = solve_constants(layout, capability >= 90)
+    return _compile(solve_kernel, signature, given, solve_warps(layout), capability)
 
 
 def _formats(layout: StateLayout, tokens: int, capability: int) -> dict[str, Any]:
-    """Constants of the read copy on such a GPU, whatever the present one is."""
+    """Constants of the codes that steps read on such a GPU, whatever the present one is."""
     native = capability >= 89
-    found = format_constants(layout.config.read_format, layout.geometry.key_dim, native)
+    found = format_constants(read_codes(layout), layout.geometry.key_dim, native)
     return found | {"PROBE_BITS": packed_probe_bits(layout, tokens, native)}
 
 
@@ -223,6 +226,11 @@ def compile_cursor_kernels(capability: int = 90) -> dict[str, Resources]:
     }
 
 
+def _rounding_signature(layout: StateLayout) -> dict[str, Any]:
+    """Types of what counts clamped elements and draws random numbers."""
+    return {"saturated": "*i64", "seeds": ("*i64", "i32") if is_random(layout) else (), "layer": "i32"}
+
+
 def _token_signature(layout: StateLayout) -> dict[str, Any]:
     """Types of a step's tokens and outputs."""
     form = form_of(layout.recurrence)
@@ -253,7 +261,8 @@ def _layer_signature(layout: StateLayout) -> dict[str, Any]:
         "plan": "*i64",
         "state": specs["checkpoint"],
         "state_slot": "i64",
-        "copy": tuple((specs[f"read_copy{suffix}"], "i64") for suffix in copy_suffixes(layout)),
+        "state_scale": (specs["checkpoint.scale"], "i64") if state_scales(layout) else (),
+        "copy": tuple((specs[name], "i64") for name in code_parts(layout)),
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),
         "values": ring(form.value if solves_again(layout) else form.write_ring),

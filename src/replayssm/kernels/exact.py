@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.kernels.formats import state_rows
+
 
 @triton.jit
 def cut(x):
@@ -101,6 +103,32 @@ def channel_keys(
 
 
 @triton.jit
+def channel_answers(
+    head, column, keys, ring, layer_params, slot, start, records, empty, g, h, p,
+    N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr,
+    SCALED: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """(decayed S)^T k [WP, P] of the same records, at columns `p` of the checkpoint that `head` points to.
+
+    A few channels at a time, read once more: the operands of one product over all of them would not fit into registers.
+    """
+    CHANNELS: tl.constexpr = 16
+    j = tl.arange(0, WP)
+    rows = (start + j) % RING_ROWS
+    key_rows = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3]
+    key_scale, _ = RECORD_SCALES(ring, slot, rows, g, h, j < records)
+    answer = tl.zeros([WP, p.shape[0]], tl.float32)
+    for first in tl.range(0, NP, CHANNELS, num_stages=1):
+        n = first + tl.arange(0, CHANNELS)
+        mask = (j < records)[:, None] & (n < N)[None, :]
+        log_decay = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], mask, N)
+        probe = tl.load(key_rows + n[None, :], mask=mask, other=0).to(tl.float32) * tl.exp(tl.cumsum(log_decay, 0))
+        S = state_rows(head, column, n, p, (n < N)[:, None] & (p < P)[None, :], P, SCALED)
+        answer = tl.dot(probe, S, answer, input_precision="tf32x3")
+    return tl.where(empty, 0.0, answer * key_scale[:, None])
+
+
+@triton.jit
 def fold_head(S, raw_keys, weighted, high, low):
     """A state [NP, P] after records with raw keys [NP, WP] and weighted write vectors [WP, P]; decay high + low."""
     return high * S + (low * S + state_dot(raw_keys, weighted))
@@ -115,14 +143,12 @@ def fold_channel(S, scaled_keys, writes, log_decay):
 
 
 @triton.jit
-def solved_writes(S, raw_keys, values, solve, WP: tl.constexpr):
-    """Write vectors [WP, P] of a delta rule's window after state S [NP, P], from raw keys [NP, WP] and values [WP, P].
+def solved_writes(answer, values, solve, WP: tl.constexpr):
+    """Write vectors [WP, P] of a delta rule's window from its values [WP, P] and what the checkpoint answers its keys.
 
-    `solve` [WP + 1, WP] is what the first launch made of the window: the matrix that takes errors to write vectors, and
-    behind it each record's factor of S^T k, its decay since the checkpoint and its key's scale.
+    `solve` is what the first launch made of the window: the matrix [WP, WP] that takes errors to write vectors.
     """
     j = tl.arange(0, WP)
-    answer = state_dot(tl.trans(raw_keys), S) * tl.load(solve + WP * WP + j)[:, None]
     matrix = tl.load(solve + j[:, None] * WP + j[None, :])
     return tl.dot(matrix, values - answer, input_precision="tf32x3")
 

@@ -1,4 +1,5 @@
-"""Read copies in the templates: how words become numbers, how sums over them run, and how a state becomes words.
+"""Codes in the templates, of read copies and fp8 checkpoints: how words become numbers, how sums over them run, and how
+a state becomes words.
 
 The meaning of a format is its torch code (`state/formats`); what stands here repeats it bit for bit. Words of 4 or 8
 codes lie along the key rows (`state/formats/words.py`), scales are applied after sums over the codes that share them.
@@ -20,6 +21,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from replayssm.kernels.stochastic import round_to_grid
 from replayssm.state.formats import FORMATS, nvfp4
 from replayssm.state.formats.base import LARGEST_SCALED, SMALLEST_SCALE
 from replayssm.state.formats.nvfp4 import Nvfp4Format
@@ -248,12 +250,42 @@ def word_dot(
 
 
 @triton.jit
+def state_rows(head, column, n, p, mask, P: tl.constexpr, SCALED: tl.constexpr):
+    """Rows `n` [R] of a checkpoint's columns `p` [C] in fp32, of the head that `head` points to.
+
+    Of an fp8 checkpoint (SCALED), whose scales `column` [C] are, rows that share a word load it each: they are loaded
+    where rows fold only, and words that were loaded once would have to move between lanes.
+    """
+    if SCALED:
+        words = tl.load(head + (n // 4)[:, None] * P + p[None, :], mask=mask, other=0)
+        return e4m3_value(words >> (n % 4 * 8)[:, None]) * column[None, :]
+    else:
+        return tl.load(head + n[:, None] * P + p[None, :], mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def scaled_codes(S, noise, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """What an fp8 checkpoint makes of columns S [N, P] within LARGEST: (words [N / 4, P], scales [P], S as rounded).
+
+    When RANDOM it is rounded by `noise` (`kernels.stochastic`).
+    """
+    column = tl.maximum(tl.reduce(tl.abs(S), 0, larger) * (1 / 448.0), SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.minimum(tl.maximum(S * tl.div_rn(1.0, column)[None, :], -448.0), 448.0)
+    if RANDOM:
+        scaled = round_to_grid(scaled, noise, MANTISSA, LEAST)
+    codes = e4m3_code(scaled)
+    shifted = codes << (tl.arange(0, S.shape[0]) % 4 * 8)[:, None]
+    words = tl.sum(tl.reshape(shifted, [S.shape[0] // 4, 4, S.shape[1]]), 1)
+    return words, column, e4m3_value(codes) * column[None, :]
+
+
+@triton.jit
 def round_copy(
-    state, copy, slot, h, p, saturated,
-    N: tl.constexpr, P: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
+    state, state_scale, copy, slot, h, p, saturated,
+    N: tl.constexpr, P: tl.constexpr, SCALED: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr,
+    CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
-    """Write the read copy of columns `p` of a head, whose checkpoint [N, P] `state` points to.
+    """Write the read copy of columns `p` of head h, whose checkpoint `state` points to.
 
     The key rows that share a bit position in the words are a tile, so that making words moves nothing between lanes.
     """
@@ -261,11 +293,12 @@ def round_copy(
     inside: tl.constexpr = WORDS // BLOCKS
     r = tl.arange(0, WORDS)
     mask = (p < P)[None, :]
-    at = state + first_keys(r, N, CODES, BLOCKS)[:, None] * P + p[None, :]
+    keys = first_keys(r, N, CODES, BLOCKS)
+    of_state = column_scales(state_scale, slot, h, p, P, SCALED)
     tiles = ()
     amax = tl.zeros([WORDS, p.shape[0]], tl.float32)
     for c in tl.static_range(CODES):
-        x = tl.load(at + c * P, mask=mask, other=0).to(tl.float32)
+        x = state_rows(state, of_state, keys + c, p, mask, P, SCALED)
         tiles = tiles + (x,)  # type: ignore[assignment]
         amax = larger(amax, tl.abs(x))
     amax = tl.reduce(tl.reshape(amax, [inside, BLOCKS, p.shape[0]]), 0, larger)
@@ -294,6 +327,15 @@ def round_copy(
 
 
 @triton.jit
+def column_scales(state_scale, slot, h, p, P: tl.constexpr, SCALED: tl.constexpr):
+    """Scales of a checkpoint's columns `p`, where it has any: `state_scale` is (pointer, slot stride) then."""
+    if SCALED:
+        return tl.load(state_scale[0] + slot * state_scale[1] + h * P + p, mask=p < P, other=0)
+    else:
+        return 1.0
+
+
+@triton.jit
 def larger(a, b):
     """The larger number, NaN where one of them is: for reductions."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -313,6 +355,12 @@ def e4m3_code(x):
     # below 2^-6 codes are multiples of 2^-9, the spacing of fp32 at 2^14
     subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(tl.abs(x) < 0.015625, subnormal, normal) | ((bits >> 24) & 128)
+
+
+@triton.jit
+def e4m3_value(code):
+    """fp32 of the E4M3 code in the low byte of `code` (int32)."""
+    return (((code << 24) >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -113,7 +113,7 @@ def _work_sizes(layout: StateLayout, rows: int, tokens: int) -> tuple[int, int, 
 
 def packed_probe_bits(layout: StateLayout, tokens: int, native: bool) -> int:
     """PROBE_BITS of the templates where a step of T tokens reads pairs of codes with 16-bit probes, else 0."""
-    name, recurrence = layout.config.read_format, layout.recurrence
+    name, recurrence = layout.config.read_format, layout.recurrence  # an fp8 checkpoint is read in fp32
     packed = native and name is not None and tokens == 1 and recurrence.decay != "channel"
     return probe_bits(name) if packed and layout.model_dtype.itemsize == 2 else 0  # type: ignore[arg-type]
 
@@ -121,6 +121,11 @@ def packed_probe_bits(layout: StateLayout, tokens: int, native: bool) -> int:
 def solves_again(layout: StateLayout) -> bool:
     """Whether a fold must correct its write vectors anew: the ring's saw the read copy, the checkpoint must not."""
     return layout.recurrence.delta_rule and layout.read_format is not None
+
+
+def is_random(layout: StateLayout) -> bool:
+    """Whether checkpoints are rounded at random."""
+    return layout.config.rounding == "stochastic"
 
 
 def prepared_heads(layout: StateLayout, rows: int, tokens: int) -> int:
@@ -134,17 +139,16 @@ def prepared_heads(layout: StateLayout, rows: int, tokens: int) -> int:
 
 
 def prepared_warps(layout: StateLayout, tokens: int, is_tree: bool = False) -> int:
-    """Warps of a program of the first launch: one, until the drafts of all channels outgrow its registers.
+    """Warps of a program of the first launch: one, until records or drafts of all channels outgrow its registers.
 
     A tree holds its paths besides, and what its branches begin with.
     """
-    chains = min(4, triton.next_power_of_2(-(-tokens // 4))) if layout.recurrence.decay == "channel" else 1
+    if layout.recurrence.decay == "channel":
+        most = max(-(-tokens // 4), padded_window(layout) // 16)
+        chains = min(4, triton.next_power_of_2(most))
+    else:
+        chains = 1
     return 2 * chains if is_tree else chains
-
-
-def solving_warps(layout: StateLayout) -> int:
-    """Warps of a program that solves windows again: a thread holds a column of the matrix."""
-    return max(1, padded_window(layout) // 32)
 
 
 @cache
@@ -171,8 +175,18 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
         "QUERY_SCALE": form.query_scale,
         "STORE_RECORD": form.store_record,
         "SOLVES": solves_again(layout),
-        **format_constants(layout.config.read_format, geometry.key_dim, _has_e4m3()),
+        "SCALED": layout.config.checkpoint_format in TRITON_FORMATS,
+        "HAS_COPY": layout.read_format is not None,
+        "RANDOM": is_random(layout),
+        "MANTISSA": layout.checkpoint_format.grid.mantissa if is_random(layout) else 0,
+        "LEAST": layout.checkpoint_format.grid.least_exponent if is_random(layout) else 0,
+        **format_constants(read_codes(layout), geometry.key_dim, _has_e4m3()),
     }
+
+
+def solve_warps(layout: StateLayout) -> int:
+    """Warps of a program that solves windows again: a thread holds a column; decays of channels need more."""
+    return max(1, padded_window(layout) // (16 if layout.recurrence.decay == "channel" else 32))
 
 
 @cache
@@ -181,9 +195,8 @@ def solve_constants(layout: StateLayout, overlap: bool) -> dict[str, Any]:
     return layer_constants(layout) | {"OVERLAP": overlap}
 
 
-def clamp_limit(dtype: torch.dtype) -> float:
-    """Largest number of a dtype that states are clamped to, 0 where they fit in."""
-    limit = torch.finfo(dtype).max
+def clamp_limit(limit: float) -> float:
+    """The largest number of a format, which states are clamped to; 0 where they fit in."""
     return limit if limit < torch.finfo(torch.float32).max else 0.0
 
 
@@ -232,7 +245,7 @@ def verify_constants(
         "UNITS": tile.units,
         "STAGES": tile.num_stages,
         "MODE": mode,
-        "LIMIT": clamp_limit(layout.checkpoint_format.dtype),
+        "LIMIT": clamp_limit(layout.checkpoint_format.limit),
         "OVERLAP": overlap,
         "LEADS": leads,
         "ROWS": copy_rows(layout, tokens, tile),
@@ -248,6 +261,8 @@ def launch_verify(
     choice: Choice,
     work: Tensor,
     saturated: Tensor,
+    seeds: Tensor,
+    number: int,
     *,
     is_tree: bool = False,
 ) -> None:
@@ -260,11 +275,13 @@ def launch_verify(
         y: [B, T, H, P], contiguous within a token; written.
         choice: tiles of the launches.
         work: from `workspace`.
-        saturated: int64 [slots], counts clamped elements of 16-bit checkpoints.
+        saturated: int64 [slots], counts clamped elements of checkpoints and read copies.
+        seeds: int64 [slots], of stochastic rounding.
+        number: of the layer in its pool, for the same.
         is_tree: whether the plan's `tree` says more than that tokens follow each other. No such step is `recurrent`.
 
     Raises:
-        ValueError: a tile does not divide the layer, or there is a read copy and no launch of its own for flushes.
+        ValueError: a tile does not divide the layer, or steps read codes and flushes have no launch of their own.
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
@@ -284,6 +301,8 @@ def launch_verify(
         **dict(zip(WORK, work.split(_work_sizes(layout, rows, tokens)), strict=True)),
         "y": strided(y),
         "saturated": saturated,
+        "seeds": (seeds, seeds.stride(0)) if is_random(layout) else (),
+        "layer": number,
     }
 
     def units_of(tile: Tile) -> int:
@@ -292,8 +311,8 @@ def launch_verify(
             raise ValueError(f"{tile} does not divide the {units} units of a row; tune again, or mend the table")
         return rows * units
 
-    if layout.read_format is not None and choice.flush is None:
-        raise ValueError(f"with a read copy, rows that flush need a launch of their own, and {choice} has none")
+    if read_codes(layout) is not None and choice.flush is None:
+        raise ValueError(f"where steps read codes, rows that flush need a launch of their own, and {choice} has none")
     if choice.recurrent:
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
         run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
@@ -303,7 +322,7 @@ def launch_verify(
     run(prepare_kernel, programs, given, constants, num_warps=prepared_warps(layout, tokens, is_tree), **early)
     if solves_again(layout):
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
-        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solving_warps(layout), **early)
+        run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solve_warps(layout), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
     programs = units_of(choice.step) // choice.step.units
@@ -330,7 +349,8 @@ def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
         "plan": plan,
         "state": state,
         "state_slot": state.stride(0),
-        "copy": _copy_parts(layer),
+        "state_scale": _strided_parts(layer, state_scales(layer.layout))[0] if state_scales(layer.layout) else (),
+        "copy": _strided_parts(layer, code_parts(layer.layout)),
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),
         "values": ring(form.value if again else form.write_ring),
@@ -340,16 +360,26 @@ def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
     }
 
 
-def _copy_parts(layer: LayerState) -> tuple[tuple[Tensor, int], ...]:
-    """(tensor, slot stride) of each part of the read copy, none without one."""
-    parts = [layer.tensors[f"read_copy{suffix}"] for suffix in copy_suffixes(layer.layout)]
-    return tuple((part, part.stride(0)) for part in parts)
+def _strided_parts(layer: LayerState, names: Sequence[str]) -> tuple[tuple[Tensor, int], ...]:
+    """(tensor, slot stride) of each of these tensors."""
+    return tuple((layer.tensors[name], layer.tensors[name].stride(0)) for name in names)
 
 
-def copy_suffixes(layout: StateLayout) -> tuple[str, ...]:
-    """Names of those parts, as the kernels take them."""
-    name = layout.config.read_format
-    return () if name is None else TRITON_FORMATS[name].parts
+def read_codes(layout: StateLayout) -> str | None:
+    """Format of the codes that steps read, of a read copy or of the checkpoint; None where they read numbers."""
+    read, checkpoint = layout.config.read_format, layout.config.checkpoint_format
+    return checkpoint if read is None and checkpoint in TRITON_FORMATS else read
+
+
+def code_parts(layout: StateLayout) -> tuple[str, ...]:
+    """Names of the tensors that hold those codes and their scales, as the kernels take them."""
+    name, kind = read_codes(layout), "checkpoint" if layout.read_format is None else "read_copy"
+    return () if name is None else tuple(f"{kind}{suffix}" for suffix in TRITON_FORMATS[name].parts)
+
+
+def state_scales(layout: StateLayout) -> tuple[str, ...]:
+    """Names of the tensors that hold scales of a checkpoint."""
+    return ("checkpoint.scale",) if layout.config.checkpoint_format in TRITON_FORMATS else ()
 
 
 def run(kernel: Any, programs: int, given: Mapping[str, Any], constants: Mapping[str, Any], **options: Any) -> None:

@@ -147,7 +147,7 @@ def constants(layout: StateLayout, dtype: torch.dtype, *, into_slots: bool, only
     """Compile-time arguments of `materialize_kernel`, among others, for a destination of `dtype`."""
     return layer_constants(layout) | {
         "BLOCK_P": BLOCK_P,
-        "LIMIT": clamp_limit(dtype),
+        "LIMIT": clamp_limit(torch.finfo(dtype).max),
         "INTO_SLOTS": into_slots,
         "ONLY_DUE": only_due,
     }

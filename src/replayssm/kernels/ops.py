@@ -105,19 +105,21 @@ def verify_op(
     y: Tensor,
     work: Tensor,
     saturated: Tensor,
+    seeds: Tensor,
+    number: int,
     layout: int,
     is_tree: bool,
 ) -> None:
     """One layer of a step: outputs into `y` [B, T, H, P], records into the ring, checkpoints of rows that are due.
 
-    `work` is from `kernels.launch.workspace`.
+    `work` is from `kernels.launch.workspace`, `number` that of the layer in its pool.
     """
     layer = _layer(numbered(layout), memory, params)
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
     choice = choose(layer.layout, *y.shape[:2])
     if is_tree and choice.recurrent:  # which goes from token to token, along one path
         choice, _ = heuristic(layer.layout, *y.shape[:2])
-    launch_verify(layer, plan, named, y, choice, work, saturated, is_tree=is_tree)
+    launch_verify(layer, plan, named, y, choice, work, saturated, seeds, number, is_tree=is_tree)
 
 
 @torch.library.custom_op("replayssm::convolve", mutates_args={"memory", "y", "gates"})
@@ -332,13 +334,11 @@ class Kernels:
         if out is None:
             shape = (plan.shape[0], width, geometry.heads, geometry.value_dim)
             out = torch.empty(shape, dtype=state.layout.compute_dtype, device=plan.device)
-        if width == 0:
-            self.fold_due(layer, plan)
-            return out
         given = [_dense(inputs[field.name]) for field in recurrence.inputs]
         work = workspace(state.layout, plan.shape[0], width, plan.device)
-        saturated, number = self._pool.cursor.saturated, self._pool.layout_numbers[layer]
-        verify_op(plan, *self._layer(layer), given, out, work, saturated, number, is_tree)
+        cursor, number = self._pool.cursor, self._pool.layout_numbers[layer]
+        memory = self._layer(layer)
+        verify_op(plan, *memory, given, out, work, cursor.saturated, cursor.seed, layer, number, is_tree)
         return out
 
     def causal_conv(

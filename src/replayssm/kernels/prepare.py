@@ -102,10 +102,10 @@ def prepare_kernel(
         query_at = query[0] + b * query[1] + g * N
         if CHANNEL:
             channel_tokens(
-                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, key_at + n, key[2],
+                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at + n, key[2],
                 query_at + n, query[2], inputs, layer_params, out, probes + (b * H + h) * (T * 2 * N) + n,
                 N, T, RING_ROWS, TP, WP, BLOCK, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE,
-                KEY_SCALE, QUERY_SCALE, STORE_RECORD,
+                KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
         elif T == 1:
             head_token(
@@ -332,12 +332,12 @@ def store_fold(out, j, weight, log_decay, SCALARS: tl.constexpr):
 
 @triton.jit
 def channel_tokens(
-    b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, key_at, key_token, query_at,
+    b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at, key_token, query_at,
     query_token, inputs, layer_params, out, probe,
     N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr,
     BLOCK: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
-    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+    KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
     """Weights and probes of one head with a decay per channel. Rules of this kind are delta rules."""
     j, i = tl.arange(0, WP), tl.arange(0, TP)
@@ -407,5 +407,7 @@ def channel_tokens(
     STORE_RECORD(
         ring, slot, row[:, None], g, h, n[None, :], k_scale[:, None], log_step, rate[:, None], n_mask[None, :], live, N
     )
+    if SOLVES:
+        store_rates(rates, slot, row, h, rate, i < tokens)
     ring_at = keys[0] + slot * keys[1] + row[:, None] * keys[2] + g * keys[3] + n[None, :]
     tl.store(ring_at, raw_k, mask=tile_mask)

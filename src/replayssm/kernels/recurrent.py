@@ -11,18 +11,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import clamp, high_low
-from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, SLOT, TOKENS
+from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, SLOT, TOKENS
+from replayssm.kernels.stochastic import draw, round_to_grid
 from replayssm.kernels.verify import unit_columns, zero_units
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def recurrent_kernel(
     plan_row, plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, saturated,
+    seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, BLOCK_P: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
+    RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """A program per row, head and BLOCK_P columns; arguments as of `verify_kernel` and `prepare_kernel`."""
     if OVERLAP:
@@ -70,6 +73,9 @@ def recurrent_kernel(
         if folded > 0:
             if LIMIT > 0:
                 S = clamp(S, saturated + slot, LIMIT, True)
+            if RANDOM:
+                held = tl.load(plan + POSITION) - history
+                S = round_to_grid(S, draw(seeds, slot, layer, held, h, p, N, P, NP), MANTISSA, LEAST)
             rounded = S.to(state.dtype.element_ty)
             tl.store(state_at, rounded, mask=mask)
             S = rounded.to(tl.float32)

@@ -3,7 +3,8 @@
 The ring's write vectors were corrected against the read copy, which must not reach the checkpoint. What takes the
 errors of a window to its write vectors depends on keys, rates and decays alone: for each head of the rows that are due,
 `solves` [B, H, WP + 1, WP] holds the matrix M = (I + A)^-1 diag(rate), with A[s, i] = rate_s (decay from i to s)
-(k_s . k_i) for i < s, and behind it the factors of S^T k. The flush launch applies both (`exact.solved_writes`).
+(k_s . k_i) for i < s, and behind it the factors of S^T k, where a decay per channel does not keep them from being drawn
+out. The flush launch applies both (`exact.solved_writes`).
 
 M is found by forward substitution, and each of its columns by itself: a thread holds one and waits for nobody. What all
 of them multiply with, A, lies in M's place in memory until then.
@@ -18,12 +19,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from replayssm.kernels.exact import exact_dot
 from replayssm.kernels.plan import DUE_COUNT, FOLD_START, FOLDED, ORDER, SLOT
 
+CHANNELS = tl.constexpr(16)
+"""Channels whose decays a program holds at once."""
+
 
 @triton.jit
 def solve_kernel(
     plan_row, plan, keys, ring, rates, layer_params, solves,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
-    OVERLAP: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+    CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
 ):  # fmt: skip
     """A fixed grid walks through the heads of the rows that are due.
 
@@ -47,7 +51,7 @@ def solve_kernel(
         solve_window(
             h, h // (H // G), tl.load(row + SLOT), tl.load(row + FOLDED).to(tl.int32),
             tl.load(row + FOLD_START).to(tl.int32), keys, ring, rates, layer_params,
-            solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, RECORD_SCALES, RECORD_DECAY,
+            solves + (b * H + h) * ((WP + 1) * WP), N, RING_ROWS, NP, WP, CHANNEL, RECORD_SCALES, RECORD_DECAY,
         )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # whoever waits for this launch counts on the first one having ended as well
@@ -56,26 +60,77 @@ def solve_kernel(
 @triton.jit
 def solve_window(
     h, g, slot, folded, start, keys, ring, rates, layer_params, out,
-    N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    N: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, CHANNEL: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
 ):  # fmt: skip
     """`solves` of one head."""
-    n, i = tl.arange(0, NP), tl.arange(0, WP)
+    i = tl.arange(0, WP)
     kept_mask = i < folded
     rows = (start + i) % RING_ROWS
-    key_at = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
-    raw = tl.load(key_at, mask=kept_mask[:, None] & (n < N)[None, :], other=0)
+    key_rows = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3]
     key_scale, _ = RECORD_SCALES(ring, slot, rows, g, h, kept_mask)
-    log_decay = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, kept_mask, N)
     rate = tl.load(rates[0] + slot * rates[1] + rows * rates[2] + h * rates[3], mask=kept_mask, other=0)
-    overlap = exact_dot(raw, tl.trans(raw)) * key_scale[:, None] * key_scale[None, :]
     later = i[:, None] > i[None, :]
-    # log decay from a record to a later one, a sum of one sign
-    since = tl.cumsum(tl.where(later, log_decay[:, None], 0.0), 0)
-    corrections = tl.where(later, rate[:, None] * tl.exp(since) * overlap, 0.0)
-    tl.store(out + i[:, None] * WP + i[None, :], corrections)
-    tl.store(out + WP * WP + i, tl.exp(tl.cumsum(log_decay, 0)) * key_scale)
+    if CHANNEL:
+        corrections = tl.zeros([WP, WP], tl.float32)
+        for first in tl.range(0, NP, CHANNELS, num_stages=1):
+            n = first + tl.arange(0, CHANNELS)
+            corrections += channel_overlap(
+                key_rows, ring, layer_params, slot, start, folded, h, n, N, WP, RING_ROWS, RECORD_DECAY
+            )
+    else:
+        n = tl.arange(0, NP)
+        raw = tl.load(key_rows + n[None, :], mask=kept_mask[:, None] & (n < N)[None, :], other=0)
+        log_decay = RECORD_DECAY(ring, layer_params, slot, rows, h, 0, kept_mask, N)
+        # log decay from a record to a later one, a sum of one sign
+        since = tl.cumsum(tl.where(later, log_decay[:, None], 0.0), 0)
+        corrections = tl.exp(since) * exact_dot(raw, tl.trans(raw))
+        tl.store(out + WP * WP + i, tl.exp(tl.cumsum(log_decay, 0)) * key_scale)
+    corrections *= rate[:, None] * key_scale[:, None] * key_scale[None, :]
+    tl.store(out + i[:, None] * WP + i[None, :], tl.where(later, corrections, 0.0))
     substitute(out, rate, WP)
+
+
+@triton.jit
+def channel_overlap(
+    key_rows, ring, layer_params, slot, start, records, h, n,
+    N: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """[WP, WP]: products of raw keys over the channels `n`, with their decays from the earlier to the later record.
+
+    The decay between two records is drawn apart where a boundary between halves, quarters, eighths ... of the window
+    first parts them: no factor is larger than 1, each exponent is a sum of one sign, and all pairs that a boundary
+    parts are one product of matrices. Entries that are no decay from an earlier record to a later one are 0.
+    """
+    i = tl.arange(0, WP)
+    rows, later_rows = (start + i) % RING_ROWS, (start + i + 1) % RING_ROWS
+    mask, later_mask = (i < records)[:, None] & (n < N)[None, :], (i + 1 < records)[:, None] & (n < N)[None, :]
+    k = tl.load(key_rows + n[None, :], mask=mask, other=0).to(tl.float32)
+    here = RECORD_DECAY(ring, layer_params, slot, rows[:, None], h, n[None, :], mask, N)
+    later = RECORD_DECAY(ring, layer_params, slot, later_rows[:, None], h, n[None, :], later_mask, N)
+    overlap = tl.zeros([WP, WP], tl.float32)
+    for level in tl.static_range(16):
+        if 1 << level < WP:
+            overlap += parted_overlap(k, here, later, 1 << level)
+    return overlap
+
+
+@triton.jit
+def parted_overlap(k, here, later, PART: tl.constexpr):
+    """The same for records in neighbouring parts of PART rows, the first of which has an even number.
+
+    `k`, `here`, `later` [WP, channels]: keys, and the log decays of each row and of the row after it.
+    """
+    shape: tl.constexpr = [k.shape[0] // PART, PART, k.shape[1]]
+    i = tl.arange(0, k.shape[0])
+    part = i // PART
+    # from the boundary to rows behind it, and from those before it to the boundary
+    after = tl.reshape(tl.cumsum(tl.reshape(here, shape), 1), k.shape)
+    inside = tl.where((i % PART == PART - 1)[:, None], 0.0, later)
+    before = tl.reshape(tl.cumsum(tl.reshape(inside, shape), 1, reverse=True), k.shape)
+    decayed = k * tl.exp(tl.where((part % 2 == 1)[:, None], after, before))
+    parted = (part[:, None] % 2 == 1) & (part[None, :] == part[:, None] - 1)
+    return tl.where(parted, tl.dot(decayed, tl.trans(decayed), input_precision="tf32x3"), 0.0)
 
 
 @triton.jit

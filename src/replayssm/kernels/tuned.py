@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from replayssm.kernels.launch import Choice, Tile
+from replayssm.kernels.launch import Choice, Tile, is_random, read_codes
 from replayssm.state.layout import StateLayout
 
 FORMAT, VERSION = "replayssm-tuned-kernels", 1
@@ -169,13 +169,18 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     """
     geometry, recurrence = layout.geometry, layout.recurrence
     channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
-    if layout.read_format is not None:
-        step, flush = _fit(layout, 32, 1, 1), _fit(layout, 32, 8, 2, 2)
+    folded = 16 if is_random(layout) and not channel else 32  # columns, beside which random numbers need registers
+    if read_codes(layout) is not None:
+        scaled = layout.config.checkpoint_format == "fp8"
+        step, flush = _fit(layout, 32, 1, 1), _fit(layout, folded, 8, 2, 2)
         if tokens > 1:
             step, flush = _fit(layout, 64, 4, 4, 3), _fit(layout, 16, 8, 2, 2)
-        if recurrence.delta_rule and layout.config.window > 16:  # a fold holds the matrix that solves the window, too
+        # a fold that solves the window holds a matrix, too, and of fp8 checkpoints codes and scales
+        if layout.read_format and recurrence.delta_rule and (layout.config.window > 16 or scaled):
             flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 16, 1, 4)
-        return Choice(step, flush), "a read copy: rows that fold get a launch of their own"
+        if channel:  # decays of all channels besides
+            flush = _fit(layout, 32, 1, 4 if layout.config.window <= 16 else 8)
+        return Choice(step, flush), "codes are read: rows that fold get a launch of their own"
     if tokens > 1:
         wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
         step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide
@@ -185,7 +190,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
             return Choice(_fit(layout, 16, 1, 2), recurrent=True), "few rows with channel decays: record by record"
         return Choice(_fit(layout, 16, 1, 1)), "few rows: one launch of many small programs over the states"
     step = _fit(layout, 64, 1, 1) if narrow and not recurrence.delta_rule else _fit(layout, 32, 2, 1)
-    flush = _fit(layout, 32, 8, 4 if channel else 2, 3)
+    flush = _fit(layout, folded, 8, 4 if channel else 2, 3)
     return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
 

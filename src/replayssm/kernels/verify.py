@@ -4,10 +4,11 @@ A unit of work is BLOCK_P columns of one head's state: every column is independe
 With the weights of the first launch (kernels/prepare.py) an output is a few weighted sums; the state is read once, for
 two probes (q and k), and written back only where the row is due.
 
-With a read copy, rows that are not due never see the checkpoint: the copy's words stand in its place. Rows that are due
-fold into the checkpoint, which is what their outputs then read; their copies are rounded from what the fold has stored,
-when all its registers are free again. Delta rules solve the window again for a fold (kernels/solve.py), because the
-ring's write vectors were corrected against the old copy.
+With a read copy, rows that are not due never see the checkpoint: the copy's words stand in its place, as those of an
+fp8 checkpoint do for the numbers that they mean. Rows that are due fold into the checkpoint, which is what their
+outputs then read; their copies are rounded from what the fold has stored, when all its registers are free again. Delta
+rules beside a read copy solve the window again for a fold (kernels/solve.py), because the ring's write vectors were
+corrected against the old copy.
 
 A state or a ring row is read once in a step, what is written is read soon: the eviction hints keep the former from
 pushing the latter out of the L2 before its lines are full (measured in docs/experiments.md).
@@ -19,33 +20,54 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import channel_keys, clamp, fold_channel, fold_head, solved_writes, state_dot
-from replayssm.kernels.formats import block_scale, copy_at, pair_sums, round_copy, word_dot, word_sums
-from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, SLOT, TOKENS
+from replayssm.kernels.exact import (
+    channel_answers,
+    channel_keys,
+    clamp,
+    fold_channel,
+    fold_head,
+    solved_writes,
+    state_dot,
+)
+from replayssm.kernels.formats import (
+    block_scale,
+    column_scales,
+    copy_at,
+    pair_sums,
+    round_copy,
+    scaled_codes,
+    state_rows,
+    word_dot,
+    word_sums,
+)
+from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, POSITION, SLOT, TOKENS
+from replayssm.kernels.stochastic import draw, round_to_grid
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
 ALL_ROWS, STEP_ROWS, FLUSH_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def verify_kernel(
-    plan_row, plan, state, state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
-    probes, solves, y, saturated,
+    plan_row, plan, state, state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params,
+    weights, probes, solves, y, saturated, seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr,
+    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr, SCALED: tl.constexpr,
+    HAS_COPY: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
     | argument | shape                | in/out | meaning                                                        |
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, columns] int64   | in     | `state.plan.COLUMNS`; rows lie `plan_row` apart                |
-    | state    | [slots, H, N, P]     | in/out | checkpoint; written where rows fold                            |
-    | copy     | tuple                | in/out | parts of the read copy: (pointer, slot stride) each            |
+    | state    | [slots, H, N, P]     | in/out | checkpoint; written where rows fold. Of fp8 the words          |
+    | state_scale | [slots, H, P] fp32 | in/out | of fp8 the scales: (pointer, slot stride)                     |
+    | copy     | tuple                | in/out | parts of what steps read words of: (pointer, slot stride) each |
     | keys     | [slots, rows, G, N]  | in     | ring of raw keys: (pointer, slot, row and head stride)         |
     | writes   | [slots, rows, H, P]  | in/out | ring of write vectors (delta rules) or raw values              |
     | values   | [slots, rows, H, P]  | in/out | ring of raw values, which folds solve again; else `writes`     |
@@ -56,6 +78,8 @@ def verify_kernel(
     | weights, probes, solves | see prepare.py, solve.py | in | of the launches before                          |
     | y        | [B, T, H, P]         | out    | outputs, zero beyond each row's tokens                         |
     | saturated | [slots] int64       | in/out | counts elements beyond LIMIT, where that is not 0              |
+    | seeds    | [slots] int64        | in     | of the random numbers, when RANDOM: (pointer, stride)          |
+    | layer    | int                  | in     | number of the layer in its pool, for the same                  |
     """
     parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H // UNITS
     pid = tl.program_id(0)
@@ -73,19 +97,19 @@ def verify_kernel(
             slot = tl.load(row + SLOT)
             verify_units(
                 b, first, last, slot, tl.load(row + FOLDED), row, state,
-                state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
-                solves, y, saturated, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
-                DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
-                VALUE, NATIVE, ROWS, PROBE_BITS,
+                state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
+                probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
+                STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
+                CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
-            if CODES > 0:
+            if HAS_COPY:
                 tl.debug_barrier()  # what other threads have stored is read, from here on also ahead
                 for unit in tl.range(first, last, num_stages=STAGES):
                     h = unit // (units // H)
-                    head = state + slot * state_slot + h * (N * P)
+                    head = state + slot * state_slot + h * ((N // 4 if SCALED else N) * P)
                     round_copy(
-                        head, copy, slot, h, unit_columns(unit, P, BLOCK_P), saturated, N, P, CODES, BLOCKS, CODE,
-                        LARGEST_CODE,
+                        head, state_scale, copy, slot, h, unit_columns(unit, P, BLOCK_P), saturated, N, P, SCALED,
+                        CODES, BLOCKS, CODE, LARGEST_CODE,
                     )  # fmt: skip
     else:
         b = (pid // parts).to(tl.int64)
@@ -96,11 +120,11 @@ def verify_kernel(
             zero_units(b, pid % parts, y, P, T, BLOCK_P, UNITS)
         elif MODE == ALL_ROWS or folded == 0:
             verify_units(
-                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, copy,
-                keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y, saturated,
-                H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP,
-                OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS,
-                PROBE_BITS,
+                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, state_scale,
+                copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y,
+                saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
+                DELTA, CHANNEL, SKIP, OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
+                VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
         first_launch_done(OVERLAP, LEADS)  # also where nothing needed it
     if MODE == FLUSH_ROWS and OVERLAP:
@@ -134,15 +158,16 @@ def zero_units(
 @triton.jit
 def verify_units(
     b, first, last, slot, folded,
-    plan, state, state_slot, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes,
-    solves, y, saturated,
+    plan, state, state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
+    probes, solves, y, saturated, seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr,
+    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, SCALED: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
+    MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to."""
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -162,7 +187,7 @@ def verify_units(
     ring_rows = (start + j) % RING_ROWS
     state += slot * state_slot
     # what the ring's rows brought: to outputs their write vectors, to a fold that solves them again their values
-    solved: tl.constexpr = MODE == FLUSH_ROWS and CODES > 0 and DELTA
+    solved: tl.constexpr = MODE == FLUSH_ROWS and HAS_COPY and DELTA
     past_ring = values if solved else writes
     past_at = past_ring[0] + slot * past_ring[1] + ring_rows[:, None] * past_ring[2]
     words: tl.constexpr = MODE == STEP_ROWS and CODES > 0
@@ -174,10 +199,14 @@ def verify_units(
         g = h // (H // G)
         p = unit_columns(unit, P, BLOCK_P)
         p_mask = p < P
-        state_at = state + h * (N * P) + n[:, None] * P + p[None, :]
+        head = state + h * ((N // 4 if SCALED else N) * P)
+        state_at = head + n[:, None] * P + p[None, :]
         column, scales = 1.0, 1.0
         if words:
             S, scales, column = load_copy(copy, slot, h, p, N, P, ROWS, CODES, BLOCKS)
+        elif SCALED:
+            column = column_scales(state_scale, slot, h, p, P, SCALED)
+            S = tl.where(empty, 0.0, state_rows(head, column, n, p, p_mask[None, :], P, SCALED))
         elif ragged:
             state_mask = n_mask[:, None] & p_mask[None, :]
             S = tl.load(state_at, mask=state_mask & (not empty), other=0, eviction_policy="evict_first")
@@ -198,9 +227,16 @@ def verify_units(
         if STAGES == 1:
             first_launch_done(OVERLAP, LEADS)
         weight = weights + (b * H + h) * (T * BLOCK)
+        solve = solves + (b * H + h) * ((WP + 1) * WP)
 
         if MODE == FLUSH_ROWS or (MODE == ALL_ROWS and folded > 0):
             if CHANNEL:
+                if solved:
+                    answer = channel_answers(
+                        head, column, keys, ring, layer_params, slot, start, folded, empty, g, h, p,
+                        N, P, NP, WP, RING_ROWS, SCALED, RECORD_SCALES, RECORD_DECAY,
+                    )  # fmt: skip
+                    past = solved_writes(answer, past, solve, WP)
                 scaled, log_decay = channel_keys(
                     keys, ring, layer_params, slot, start, folded, g, h, n, n_mask,
                     N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY,
@@ -213,29 +249,43 @@ def verify_units(
                     keys_mask &= n_mask[:, None]
                 raw_keys = tl.load(keys_at, mask=keys_mask, other=0)
                 if solved:
-                    past = solved_writes(S, raw_keys, past, solves + (b * H + h) * ((WP + 1) * WP), WP)
+                    answer = state_dot(tl.trans(raw_keys), S) * tl.load(solve + WP * WP + j)[:, None]
+                    past = solved_writes(answer, past, solve, WP)
                 weighted = tl.load(weight + j)[:, None] * past
                 S = fold_head(S, raw_keys, weighted, tl.load(weight + scalars + 3), tl.load(weight + scalars + 4))
             if LIMIT > 0:
                 S = clamp(S, saturated + slot, LIMIT, True)
-            rounded = S.to(state.dtype.element_ty)
-            if ragged:
-                tl.store(state_at, rounded, mask=state_mask, eviction_policy="evict_last")
+            noise = 0
+            if RANDOM:
+                held = tl.load(plan + POSITION) - history
+                noise = draw(seeds, slot, layer, held, h, p, N, P, NP)
+            if SCALED:
+                codes, column, S = scaled_codes(S, noise, RANDOM, MANTISSA, LEAST)
+                words_at = head + tl.arange(0, N // 4)[:, None] * P + p[None, :]
+                tl.store(words_at, codes, mask=p_mask[None, :], eviction_policy="evict_last")
+                tl.store(state_scale[0] + slot * state_scale[1] + h * P + p, column, mask=p_mask)
             else:
-                tl.store(state_at, rounded, eviction_policy="evict_last")
-            S = rounded.to(tl.float32)
+                if RANDOM:
+                    S = round_to_grid(S, noise, MANTISSA, LEAST)
+                rounded = S.to(state.dtype.element_ty)
+                if ragged:
+                    tl.store(state_at, rounded, mask=state_mask, eviction_policy="evict_last")
+                else:
+                    tl.store(state_at, rounded, eviction_policy="evict_last")
+                S = rounded.to(tl.float32)
 
         if T == 1:
             one_token(
                 b, h, g, p, n, S, scales, column, past, tokens, empty, (start + records) % RING_ROWS,
                 j < history, slot, writes, values, key, query, value, layer_params, weight, probes, y, H, G, N, P,
                 NP, WP, MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, PROBE_BITS,
+                HAS_COPY,
             )  # fmt: skip
         else:
             several_tokens(
                 b, h, g, p, n, S, scales, column, past, tokens, empty, start + records, j < history, slot, writes,
                 values, key, query, value, layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK,
-                MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
+                MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, HAS_COPY,
             )  # fmt: skip
 
 
@@ -252,7 +302,7 @@ def one_token(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
     MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    PROBE_BITS: tl.constexpr,
+    PROBE_BITS: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
     """Output and write vector of a unit's only token, on one or two weighted sums over columns of S and of `past`.
 
@@ -313,7 +363,7 @@ def one_token(
     tl.store(y[0] + b * y[1] + h * P + p, rounded, mask=value_mask, eviction_policy="evict_last")
     kept = u if DELTA else v
     append(writes, slot, h, ring_row, p, kept, value_mask & live)
-    if CODES > 0 and DELTA:
+    if HAS_COPY and DELTA:
         append(values, slot, h, ring_row, p, v, value_mask & live)
 
 
@@ -389,6 +439,7 @@ def several_tokens(
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    HAS_COPY: tl.constexpr,
 ):  # fmt: skip
     """The same for T tokens at once, as products of small matrices with TP rows.
 
@@ -465,5 +516,5 @@ def several_tokens(
     rows = ((ring_start + t_row) % RING_ROWS)[:, None]
     kept = u if DELTA else v
     append(writes, slot, h, rows, p[None, :], kept, value_mask)
-    if CODES > 0 and DELTA:
+    if HAS_COPY and DELTA:
         append(values, slot, h, rows, p[None, :], v, value_mask)

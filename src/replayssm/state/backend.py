@@ -22,7 +22,7 @@ MAX_KEY_DIM = 256
 """A kernel's program keeps whole state columns in registers; longer ones would spill."""
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
-KERNEL_FORMATS = ("fp32", "fp16", "bf16")
+KERNEL_FORMATS = ("fp32", "fp16", "bf16", "fp8")
 KERNEL_COPIES = ("fp8", "int8", "nvfp4")
 
 _log = logging.getLogger("replayssm")
@@ -76,12 +76,9 @@ def layer_refusal(layer: LayerState) -> str | None:
         return f"the kernels keep checkpoints in {known}, not in {config.checkpoint_format}"
     if layout.model_dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels take fp32, fp16 and bf16 activations, not {layout.model_dtype}"
-    if config.read_format is not None:
-        reason = _copy_refusal(layout)
-        if reason is not None:
-            return reason
-    if config.rounding != "nearest":
-        return f"the kernels round to nearest even, and rounding is {config.rounding}"
+    reason = _code_refusal(layout)
+    if reason is not None:
+        return reason
     if layout.geometry.key_dim > MAX_KEY_DIM:
         return f"the kernels hold at most {MAX_KEY_DIM} rows of a state, and key_dim is {layout.geometry.key_dim}"
     if not has_triton_form(type(recurrence).__module__):
@@ -100,18 +97,13 @@ def layer_refusal(layer: LayerState) -> str | None:
     return None
 
 
-def _copy_refusal(layout: StateLayout) -> str | None:
-    """Why the kernels cannot keep this layer's read copy."""
-    name, geometry, recurrence = layout.config.read_format, layout.geometry, layout.recurrence
-    if name not in KERNEL_COPIES:
-        return f"the kernels read copies in {', '.join(KERNEL_COPIES)}, and read_format is {name}"
-    if geometry.key_dim not in (64, 128, 256):
-        return f"the kernels read copies whose key_dim is 64, 128 or 256, and it is {geometry.key_dim}"
-    if recurrence.delta_rule and recurrence.decay == "channel":
-        return (
-            f"a fold beside a read copy solves the window of a delta rule again, and the kernels do that for one decay "
-            f"per head, not for the channels of {recurrence.title}"
-        )
+def _code_refusal(layout: StateLayout) -> str | None:
+    """Why the kernels cannot keep this layer's codes, of a read copy or of an fp8 checkpoint."""
+    config, key_dim = layout.config, layout.geometry.key_dim
+    if config.read_format not in (None, *KERNEL_COPIES):
+        return f"the kernels read copies in {', '.join(KERNEL_COPIES)}, and read_format is {config.read_format}"
+    if (config.read_format or config.checkpoint_format == "fp8") and key_dim not in (64, 128, 256):
+        return f"the kernels read codes of states whose key_dim is 64, 128 or 256, and it is {key_dim}"
     return None
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from replayssm.state.formats.stochastic import Grid
+
 Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 SMALLEST_SCALE = 2.0**-100
@@ -23,6 +25,11 @@ class Format(ABC):
     name: str
     dtype: torch.dtype
     """Of the stored codes."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> Grid:
+        """The numbers that codes stand for before any scale."""
 
     @property
     @abstractmethod

@@ -27,6 +27,10 @@ class CastFormat(Format):
     dtype: torch.dtype
 
     @property
+    def grid(self) -> Grid:
+        return GRIDS[self.dtype]
+
+    @property
     def limit(self) -> float:
         return torch.finfo(self.dtype).max
 
@@ -41,7 +45,7 @@ class CastFormat(Format):
         if self.limit < torch.finfo(state.dtype).max:
             state = state.clamp(-self.limit, self.limit)
         if noise is not None:
-            state = round_to_grid(state.float(), noise, GRIDS[self.dtype])
+            state = round_to_grid(state.float(), noise, self.grid)
         return {"": state.to(self.dtype)}
 
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

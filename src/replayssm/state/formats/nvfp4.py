@@ -16,7 +16,6 @@ from replayssm.state.formats.words import Place, pack, unpack, word_rows
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of each code; a fourth bit is the sign."""
-E2M1_GRID = Grid(1, 0)
 SIGNS, SIZES = (15, 12, 14, 13), (9, 6, 3, 0)
 """Bits of codes 2 i and 2 i + 1 in the low and the high half of a word: sign, lowest of the index."""
 PLACES: tuple[Place, ...] = tuple(
@@ -50,6 +49,7 @@ class Nvfp4Format(Format):
     limit = LARGEST_SCALED
     bits_per_element = 4.5
     block = 16
+    grid = Grid(1, 0)
 
     def parts(self, shape: tuple[int, ...]) -> Parts:
         heads, keys, columns = shape
@@ -69,7 +69,7 @@ class Nvfp4Format(Format):
         size = x.abs() * spread((from_e4m3(code) * whole).reciprocal(), self.block)
         size = size.clamp(max=E2M1[-1])
         if noise is not None:
-            size = round_to_grid(size, noise, E2M1_GRID)
+            size = round_to_grid(size, noise, self.grid)
         codes = x.signbit().to(torch.uint8) << 3 | nearest_e2m1(size)
         return {"": pack(codes, PLACES, self.block), ".scale": code, ".column_scale": column_scale}
 

@@ -40,8 +40,6 @@ class ColumnFormat(Format):
     bits_per_element = 8.0
     largest: float
     """Largest code."""
-    grid: Grid
-    """Codes as numbers."""
 
     @abstractmethod
     def codes(self, x: Tensor) -> Tensor:
