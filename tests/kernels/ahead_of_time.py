@@ -52,6 +52,10 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
         for tokens, batch in [(1, 1), (1, 256), (4, 256)] if capability == 90 else [(1, 256)]:
             layout = layout_of(name, geometry, tokens)
             yield f"{name} T={tokens} batch {batch}", layout, tokens, heuristic(layout, batch, tokens)[0]
+    if capability == 100:  # where products behind 4 warps are in tensor memory
+        for form in ("fp16", "fp8"):
+            layout = layout_of("kda", GEOMETRIES["kda"], 1, form)
+            yield f"kda {form} batch 256", layout, 1, heuristic(layout, 256, 1)[0]
     if capability == 90:
         for name, geometry in GEOMETRIES.items():
             layout = layout_of(name, geometry, 1, "bf16")
