@@ -91,7 +91,7 @@ def tuned(most: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
             shape = row.shape
             fitting = [r for r in registry().values() if (r.decay, r.delta_rule) == (shape.decay, shape.delta_rule)]
             geometry = Geometry(shape.heads, shape.key_heads, shape.key_dim, shape.value_dim)
-            config = ReplayConfig(row.window, row.tokens, shape.checkpoint_format)
+            config = ReplayConfig(row.window, row.tokens, shape.checkpoint_format, shape.read_format)
             layout = StateLayout(fitting[0], geometry, config, getattr(torch, shape.model_dtype))
             assert Shape.of(layout) == shape
             yield f"{path.stem} {fitting[0].name} T={row.tokens} batch {row.batch}", layout, row.tokens, row.choice

@@ -126,7 +126,7 @@ class PreparedReplay:
             from replayssm.kernels.ops import window_in_force
 
             in_force = window_in_force(sorted(set(self.pool.layout_numbers)), case.batch, case.verify_len)
-            self.case = case.with_(window=min(case.window, in_force))
+            self.case = case.with_(window=min(case.window, max(in_force, case.verify_len)))
         self._window = None if self.case.window == case.window else self.case.window
 
     @staticmethod

@@ -104,7 +104,9 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
     if beside and tokens == 1:
         steps = [Tile(64, 1, 1), Tile(64, 1, 2), Tile(32, 1, 1), Tile(32, 2, 1), Tile(16, 1, 1)]
-        flushes = [Tile(16, 8, 2, 2), Tile(32, 8, 2, 2), Tile(16, 4, 2, 2), Tile(32, 4, 2, 2), Tile(16, 1, 4)]
+        flushes = [Tile(16, 8, 2, 2), Tile(16, 4, 2, 2), Tile(16, 1, 4)]
+        if not (layout.recurrence.delta_rule and layout.config.window > 16):  # whose folds spill then
+            flushes += [Tile(32, 8, 2, 2), Tile(32, 4, 2, 2)]
     elif tokens == 1:
         steps = [Tile(32, 2, 1), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32, 1, 1), Tile(64, 1, 1), Tile(64, 2, 1)]
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]

@@ -172,7 +172,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     folded = 16 if is_random(layout) and not channel else 32  # columns, beside which random numbers need registers
     if read_codes(layout) is not None:
         scaled = layout.config.checkpoint_format == "fp8"
-        step, flush = _fit(layout, 32, 1, 1), _fit(layout, folded, 8, 2, 2)
+        step, flush = _fit(layout, 64, 1, 1), _fit(layout, folded, 8, 2, 2)
         if tokens > 1:
             step, flush = _fit(layout, 64, 4, 4, 3), _fit(layout, 16, 8, 2, 2)
         # a fold that solves the window holds a matrix, too, and of fp8 checkpoints codes and scales
