@@ -19,7 +19,7 @@ from replayssm.bench.rows import Report
 from replayssm.planner.gpus import H200, KernelCosts
 
 FOLDER = Path(__file__).resolve().parents[1]
-STEPS = 3000
+STEPS = 5000
 OUTLIER = 0.2
 """A row that is further off than that no longer counts: what no costs explain must not bend the others."""
 
@@ -39,7 +39,7 @@ def main() -> None:
         found = loss(tried)
         if found < least:
             best, least = tried, found
-        if step % 500 == 499:
+        if step % 800 == 799:
             size /= 1.6
     for name, value in asdict(best).items():
         print(f"{name}={value:.4g},")

@@ -32,18 +32,39 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KNOWN = known_configs()
 
 OUTSIDE = {
-    # at batch 8 a delta rule's flush has too few programs to keep all multiprocessors busy, each of which folds one
-    # window after the other: it waits for latency and not for bytes. Its mean over the window is predicted
+    # at batch 8 a flush has too few programs to keep all multiprocessors busy, each of which folds one window after the
+    # other: it waits for latency and not for bytes. Its mean over the window is predicted
     "qwen3.5-122b-a10b B=8 fp32 replay flush",
     "qwen3.5-122b-a10b B=8 bf16 replay flush",
-    # a step of 64 rows folds two of them, and a fold beside a copy takes as long for two rows as for many
-    "qwen3.5-122b-a10b B=64 fp32+nvfp4 replay staggered",
-    # one row with drafts is launches that wait for one another and little else, and a flush, whose outputs need no ring
-    # rows, waits less than the steps whose launches it is charged with
+    "nemotron3-super-120b B=8 bf16 replay flush",
+    "nemotron3-super-120b B=8 fp32+fp8 replay flush",
+    "nemotron3-super-120b B=8 fp32+nvfp4 replay flush",
+    "nemotron3-super-120b B=8 fp32+nvfp4 replay step",
+    # a fold beside a copy takes as long for two rows as for many
+    "qwen3.5-122b-a10b B=8 fp32+nvfp4 replay staggered",
+    # their tiles are for other batches (fp8) or better than those of most rows (bf16)
+    "nemotron3-super-120b B=64 fp32+fp8 replay flush",
+    "nemotron3-super-120b B=256 bf16 replay flush",
+    # few rows with drafts are launches that wait for one another and little else. A flush, whose outputs need no ring
+    # rows, waits less than the steps whose launches it is charged with, and the tiles of batch 1 (of batch 64) wait
+    # longer than those of batch 8 (its own)
     "nemotron3-super-120b B=1 fp32 replay flush T=4 a=3",
     "nemotron3-super-120b B=1 fp32 replay flush T=8 a=5",
+    "nemotron3-super-120b B=1 fp32 replay step T=8 a=5",
+    "nemotron3-super-120b B=1 fp32 replay tree T=8 a=5",
+    "nemotron3-super-120b B=8 fp32 replay step T=4 a=3",
+    "nemotron3-super-120b B=8 fp32 replay tree T=4 a=3",
+    "nemotron3-super-120b B=8 fp32 replay staggered T=4 a=3",
+    "nemotron3-super-120b B=8 fp32 replay step T=8 a=5",
     "qwen3.5-122b-a10b B=1 fp32 replay flush T=4 a=3",
     "qwen3.5-122b-a10b B=1 fp32 replay flush T=8 a=5",
+    # with drafts and a window of 64 the tiles do not fit into registers
+    "nemotron3-super-120b B=64 fp32 replay cycle W=64 T=4 a=3",
+    "nemotron3-super-120b B=64 fp32 replay flush W=64 T=4 a=3",
+    "nemotron3-super-120b B=64 fp32 replay staggered W=64 T=4 a=3",
+    "nemotron3-super-120b B=256 fp32 replay cycle W=64 T=4 a=3",
+    "nemotron3-super-120b B=256 fp32 replay flush W=64 T=4 a=3",
+    "qwen3.5-122b-a10b B=256 fp32 replay staggered W=64 T=4 a=3",
     # this kernel of others takes one token after the other; with one row, that is latency
     "qwen3.5-122b-a10b B=1 fp32 snapshot step T=4 a=3",
     "qwen3.5-122b-a10b B=1 fp32 snapshot step T=8 a=5",

@@ -17,6 +17,9 @@ from replayssm.planner.step import Workload, plan, step_time
 LIMIT = 0.15
 """What a prediction may be off."""
 
+WINDOW_OF = {False: 16, True: 32}
+"""The window that labels leave out, without and with a read copy."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -97,4 +100,5 @@ def _predicted(costs: KernelCosts, row: Row) -> float:
 
 def _label(row: Row) -> str:
     steps = f" T={row.verify_len} a={row.accepted}" if row.verify_len > 1 else ""
-    return f"{row.geometry} B={row.batch} {row.format} {row.what} {row.view}{steps}"
+    window = "" if row.window in (None, WINDOW_OF["+" in row.format]) else f" W={row.window}"
+    return f"{row.geometry} B={row.batch} {row.format} {row.what} {row.view}{window}{steps}"

@@ -17,12 +17,17 @@ class KernelCosts:
             single token may do with one.
         draft_us: of a million elements of a state for each draft, once for what outputs read and again for what a delta
             rule reads.
+        draft_ring_us: with drafts, of a million elements of a ring's write vectors, all rows of its padded window, once
+            or twice as well.
+        draft_fold_us: with drafts, of a million elements of a delta rule's ring beyond 16 rows in a flush.
         read_gb_s: bytes of a step that does not flush.
         fold_gb_s: bytes of a flush, which reads and writes.
         cast_us, probe_us: of a million elements of a state in 16 bits; the second once for what outputs read and again
             for what a delta rule reads.
         fold_cast_us: of a million elements of such a state in a flush.
-        code_us, code_probe_us, code_fold_us: the same of a state in 8 or 4 bits.
+        code_launch_us: what a step that reads 8 or 4 bits takes longer, however small; twice where windows are solved
+            again, which is a launch more.
+        code_us, code_probe_us, code_fold_us: the same as above of a state in 8 or 4 bits.
         code_solve_us: of a million elements of such a copy in a flush of a delta rule, which solves its window again.
         channel_us: of a million decayed key channels of records in the ring.
         stagger: time of a step in which some rows flush, over the sum of its parts.
@@ -34,11 +39,14 @@ class KernelCosts:
     ramp_half_us: float
     draft_launch_us: float
     draft_us: float
+    draft_ring_us: float
+    draft_fold_us: float
     read_gb_s: float
     fold_gb_s: float
     cast_us: float
     probe_us: float
     fold_cast_us: float
+    code_launch_us: float
     code_us: float
     code_probe_us: float
     code_fold_us: float
@@ -81,6 +89,7 @@ class Gpu:
         memory_bytes: all of its memory.
         read_gb_s: large reads.
         launch_us: a small launch in a CUDA graph.
+        product_us: what a matrix product takes besides its bytes or its arithmetic.
         matmul_tflops: bf16 products, as they are reached.
         attention_gb_s: keys and values.
         kernels: costs of the state's kernels.
@@ -93,6 +102,7 @@ class Gpu:
     memory_bytes: float
     read_gb_s: float
     launch_us: float
+    product_us: float
     matmul_tflops: float
     attention_gb_s: float
     kernels: KernelCosts
@@ -104,11 +114,12 @@ class Gpu:
 READ_GB_S = 4600
 ATTENTION_SHARE = 0.85
 """Of that rate, for keys and values: what flex attention was tuned to. No row measures it alone."""
-MATMUL_SHARE = 0.44
-"""Of the data sheet's rate. It is what the rows without a state part leave for products of 256 tokens (`step_fit`),
-whose tiles fill few multiprocessors; more tokens may get more of it."""
+PRODUCT_US, MATMUL_SHARE = 8.0, 0.64
+"""The second is of the data sheet's rate. Both are what the rows without a state part leave for products of 1, 8 and
+256 tokens (`step_fit`)."""
 
-KERNEL_SOURCES = tuple(f"kernels/results/2026-11-30-h200{part}.json" for part in ("", "-bits16", "-reads", "-drafts"))
+PARTS = ("", "-bits16", "-reads", "-drafts", "-drafts-small", "-draft-windows")
+KERNEL_SOURCES = tuple(f"kernels/results/2026-11-30-h200{part}.json" for part in PARTS)
 STEP_SOURCES = ("steps/results/2026-11-30-h200-nano.json", "steps/results/2026-11-30-h200-qwen.json")
 
 H200 = Gpu(
@@ -116,31 +127,35 @@ H200 = Gpu(
     memory_bytes=141e9,
     read_gb_s=READ_GB_S,
     launch_us=1.75,
+    product_us=PRODUCT_US,
     matmul_tflops=MATMUL_SHARE * 989,
     attention_gb_s=ATTENTION_SHARE * READ_GB_S,
     kernels=KernelCosts(
-        launch_us=3.841,
-        ramp_us=5.695,
-        ramp_half_us=4.972,
-        draft_launch_us=11.49,
-        draft_us=0.06214,
+        launch_us=3.751,
+        ramp_us=3.088,
+        ramp_half_us=2.046,
+        draft_launch_us=10.77,
+        draft_us=0.04087,
+        draft_ring_us=1.172,
+        draft_fold_us=9.39,
         read_gb_s=READ_GB_S,
-        fold_gb_s=3156,
-        cast_us=0.2296,
-        probe_us=0.2483,
-        fold_cast_us=2.108,
-        code_us=0.2321,
-        code_probe_us=0.1696,
-        code_fold_us=4.091,
-        code_solve_us=3.927,
-        channel_us=9.708,
-        stagger=1.082,
-        ordinary_launch_us=2.44,
-        ordinary_gb_s=3836,
+        fold_gb_s=3177,
+        cast_us=0.1926,
+        probe_us=0.303,
+        fold_cast_us=2.179,
+        code_launch_us=1.32,
+        code_us=0.2369,
+        code_probe_us=0.08253,
+        code_fold_us=4.141,
+        code_solve_us=3.901,
+        channel_us=10.6,
+        stagger=1.064,
+        ordinary_launch_us=2.284,
+        ordinary_gb_s=3855,
     ),
-    fit=Fit(rows=209, median=0.044, worst=0.579, beyond=9, sources=KERNEL_SOURCES),
-    step_fit=Fit(rows=9, median=0.041, worst=0.113, beyond=0, sources=STEP_SOURCES),
-    note="memory and bf16 rate from the data sheet, 44 % of which products of 256 tokens reach in the measured steps; "
+    fit=Fit(rows=328, median=0.052, worst=0.569, beyond=27, sources=KERNEL_SOURCES),
+    step_fit=Fit(rows=34, median=0.037, worst=0.112, beyond=0, sources=STEP_SOURCES),
+    note="memory and bf16 rate from the data sheet, 64 % of which products reach in the measured steps, beside 8 us each; "
     "reads and launches from the read floors of the measured files",
 )
 

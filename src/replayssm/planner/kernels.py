@@ -43,7 +43,9 @@ def layer_times(costs: KernelCosts, layout: StateLayout, rows: int, accepted: in
     millions = rows * geometry.heads * geometry.key_dim * geometry.value_dim / 1e6
     probes = 2 if layout.recurrence.delta_rule else 1
     read = layout.read_format or layout.checkpoint_format
-    drafted = millions * drafts * probes * costs.draft_us
+    padded = max(16, 1 << (config.window - 1).bit_length())
+    ring = rows * geometry.heads * geometry.value_dim * padded / 1e6
+    drafted = probes * (millions * drafts * costs.draft_us + (ring * costs.draft_ring_us if drafts else 0.0))
 
     def step(history: float) -> float:
         moved = new_bytes + rows * (layout.read_bytes + history * layout.record_bytes)
@@ -66,9 +68,13 @@ def layer_times(costs: KernelCosts, layout: StateLayout, rows: int, accepted: in
     elif min(read.bits_per_element, layout.checkpoint_format.bits_per_element) < 32:
         converted = millions * costs.fold_cast_us
     fold = max(moved / costs.fold_gb_s / 1e3, converted) + drafted
+    if drafts and layout.recurrence.delta_rule:
+        fold += (1 - 16 / padded) * ring * costs.draft_fold_us
 
     def launched(work: float) -> float:
         launch = costs.launch_us + (costs.draft_launch_us if drafts else 0.0)
+        if read.bits_per_element < 16:
+            launch += probes * costs.code_launch_us
         return launch + work + costs.ramp_us * work / (work + costs.ramp_half_us)
 
     flushing = launched(fold)

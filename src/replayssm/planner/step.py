@@ -18,10 +18,11 @@ KEPT_FREE = 0.05
 WINDOWS = (8, 12, 16, 24, 32, 48, 64)
 MEASURED = {
     ("fp32", 1, 16),
-    ("fp32", 4, 16),
+    *(("fp32", 4, window) for window in (8, 16, 24, 32, 64)),
     ("fp32", 8, 16),
     ("bf16", 1, 16),
     ("fp32+fp8", 1, 32),
+    ("fp32+int8", 1, 32),
     ("fp32+nvfp4", 1, 32),
 }
 """(precision, tokens of a step, window) with measured rows in the files that the kernel costs come from."""
@@ -201,11 +202,13 @@ def step_time(model: ModelSizes, gpu: Gpu, workload: Workload, state_us: float) 
 
     def product(read: float, multiplied: float) -> float:
         moved = WEIGHT_BYTES * read / gpu.read_gb_s / 1e3
-        return gpu.launch_us + max(moved, 2 * tokens * multiplied / gpu.matmul_tflops / 1e6)
+        return gpu.product_us + max(moved, 2 * tokens * multiplied / gpu.matmul_tflops / 1e6)
 
     matrices = sum(product(weights, weights) for weights in model.matrices)
     # experts' weights come in two matrices
-    matrices += sum(gpu.launch_us + product(e.touched(tokens) * e.weights, e.chosen * e.weights) for e in model.experts)
+    matrices += sum(
+        gpu.product_us + product(e.touched(tokens) * e.weights, e.chosen * e.weights) for e in model.experts
+    )
     kept = workload.batch * workload.context * model.kv_elements * WEIGHT_BYTES
     scores = tokens * workload.context * model.score_flops
     attention = model.attention_layers * (max(kept / gpu.attention_gb_s / 1e3, scores / gpu.matmul_tflops / 1e6))
