@@ -155,8 +155,8 @@ H200 = Gpu(
     ),
     fit=Fit(rows=328, median=0.052, worst=0.569, beyond=27, sources=KERNEL_SOURCES),
     step_fit=Fit(rows=34, median=0.037, worst=0.112, beyond=0, sources=STEP_SOURCES),
-    note="memory and bf16 rate from the data sheet, 64 % of which products reach in the measured steps, beside 8 us each; "
-    "reads and launches from the read floors of the measured files",
+    note="memory and bf16 rate from the data sheet, 64 % of which products reach in the measured steps, beside 8 us "
+    "each; reads and launches from the read floors of the measured files",
 )
 
 MEMORY_OF_H100 = 3350 / 4800
