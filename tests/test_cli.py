@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from rich.text import Text
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import LlamaConfig, MambaConfig, PretrainedConfig, PreTrainedTokenizerFast, ViTConfig
@@ -18,6 +20,7 @@ from replayssm import __version__, models, supported_families
 from replayssm.cli import evaluate as evaluating
 from replayssm.cli import generate as generating
 from replayssm.cli.app import app
+from replayssm.planner.model import known_configs
 
 PROMPT = "A ring holds the last few tokens."
 END = "<end>"
@@ -497,6 +500,25 @@ def test_help_lists_the_commands() -> None:
     result = invoke("--help")
     assert "generate" in result.stdout
     assert "info" in result.stdout
+
+
+def test_help_is_shown_as_it_is_written() -> None:
+    """Rich takes words in brackets for markup and leaves them out."""
+    found, waiting = [], [typer.main.get_command(app)]
+    while waiting:
+        command = waiting.pop()
+        found += [command.help, *(getattr(parameter, "help", None) for parameter in command.params)]
+        waiting += getattr(command, "commands", {}).values()
+    texts = [text for text in found if text]
+    assert len(texts) > 50
+    assert [Text.from_markup(text).plain for text in texts] == texts
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "model[new]"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(known_configs()["qwen3.5-4b"]))
+    assert "model[new]: 4.21 B weights" in invoke("plan", folder, "-b", 1).stdout
 
 
 def test_the_installed_command_reaches_the_application(monkeypatch: pytest.MonkeyPatch) -> None:

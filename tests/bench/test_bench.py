@@ -20,7 +20,7 @@ from .. import interpreter
 
 interpreter.switch_on()
 
-from replayssm.bench import cli, show  # noqa: E402
+from replayssm.bench import cli, engine, show, step_cli  # noqa: E402
 from replayssm.bench.cases import Case  # noqa: E402
 from replayssm.bench.floors import Floors  # noqa: E402
 from replayssm.bench.geometries import MODELS  # noqa: E402
@@ -402,6 +402,23 @@ def test_tables_and_plots_come_from_rows(tmp_path: Path, capsys: pytest.CaptureF
     pytest.importorskip("matplotlib")
     show.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("printed", [show.print_tables, step_cli.print_table, engine.print_table])
+def test_brackets_are_printed_as_they_are(
+    printed: Callable[[Report], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal's tables lose nothing to markup: what a number is, or a reason with the name of a dim in it."""
+    report = Report(Conditions.collect(CPU, "abc"))
+    view = {show.print_tables: "live", step_cli.print_table: "model", engine.print_table: "engine"}[printed]
+    detail = {"p99_over_p50": 1.004, "ratio": 0.9, "context": 64.0, "tok_s": 1.0, "allocated_bytes": 1.0}
+    report.add(row(what="steps", name="replay [new]", view=view, detail=detail))
+    report.refuse(Refusal("replay", "x", "case", {}, "expected [rows, heads], got [/]"))
+    printed(report)
+    out = capsys.readouterr().out
+    assert "replay [new]" in out and "expected [rows, heads], got [/]" in out
+    if printed is show.print_tables:
+        assert "[median of alternated ratios 0.90]" in out and "[p99/p50 1.004]" in out
 
 
 # ---- the command

@@ -141,7 +141,7 @@ def _row(model: str, request: EngineRequest, side: str, found: Mapping[str, Any]
 
 def print_table(report: Report) -> None:
     """All rows of a report that are steps of an engine."""
-    console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    console = Console(width=None if Console().is_terminal else 160, highlight=False, markup=False)
     console.print(headline(report.conditions), style="dim")
     table = Table()
     for heading in ("model", "batch", "context", "precision", "engine", "ms", "p99/p50", "tok/s", "x ordinary"):

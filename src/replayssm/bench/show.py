@@ -74,7 +74,7 @@ def print_tables(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if Console().is_terminal else 200)
+    console = Console(width=None if Console().is_terminal else 200, markup=False)
     console.print(headline(report.conditions), style="dim", highlight=False)
     for title, rows in groups(report.rows):
         table = Table(title=title, title_justify="left")

@@ -113,7 +113,7 @@ def run(request: Request, others: Others = lambda case: ()) -> Report:
 
 def print_table(report: Report) -> None:
     """All rows of a report that are complete steps."""
-    console = Console(width=None if Console().is_terminal else 200, highlight=False)
+    console = Console(width=None if Console().is_terminal else 200, highlight=False, markup=False)
     console.print(headline(report.conditions), style="dim")
     table = Table()
     for heading in (

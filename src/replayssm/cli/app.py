@@ -161,8 +161,8 @@ def evaluate(
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Multiple-choice questions to score as well: {"question": text, "choices": [texts], "answer": index} '
-            "a line.",
+            help='Multiple-choice questions to score as well: {"question": text, "choices": list of texts, '
+            '"answer": index} a line.',
             show_default=False,
         ),
     ] = None,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from replayssm import __version__
@@ -73,13 +74,13 @@ def run(request: Request) -> None:
     questions = _read_questions(request.questions)
     text = None if request.text is None else _read_text(request.text)
     notes = Console(stderr=True, highlight=False)
-    with notes.status(f"Loading {request.folder.name}"):
+    with notes.status(f"Loading {escape(request.folder.name)}"):
         tokenizer, model = load(request.folder, request.dtype, request.device)
     layers = _recurrent(model)
     _require_fit(model, request)
     _check_questions(questions, tokenizer, model, request)
     results: dict[str, Any] = {"conditions": _conditions(request)}
-    tables = Console(highlight=False, soft_wrap=True)
+    tables = Console(highlight=False, markup=False, soft_wrap=True)
     if text is not None:
         ids = _cut(tokenizer(text)["input_ids"], request).to(request.device)
         check_tokens(ids, model)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from replayssm import ReplayConfig, attach, detach, models, supported_families
 from replayssm.cli.errors import DIFFERS_STATUS, CliError, first_line, reading
@@ -148,8 +149,8 @@ def choose_device(device: str | None) -> str:
 
 def run(request: Request) -> int:
     """Load, decode, report; the exit status."""
-    console = Console(stderr=True, highlight=False)
-    with console.status(f"Loading {request.folder.name}"):
+    console = Console(stderr=True, highlight=False, markup=False)
+    with console.status(f"Loading {escape(request.folder.name)}"):
         tokenizer, model = load(request.folder, request.dtype, request.device)
         inputs = tokenizer(request.prompt, return_tensors="pt").to(request.device)
         check_tokens(inputs["input_ids"], model)
@@ -391,4 +392,4 @@ def format_bytes(count: int) -> str:
 
 
 def _note(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, markup=False)
+    console.print(line, soft_wrap=True)

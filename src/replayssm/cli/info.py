@@ -40,7 +40,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     versions = _table("package", "version")
     for package, version in facts["versions"].items():
         versions.add_row(package, version or "not installed")

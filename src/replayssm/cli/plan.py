@@ -91,7 +91,7 @@ def to_json(model: ModelSizes, gpu: Gpu, found: Sequence[Plan]) -> dict[str, obj
 
 def show(model: ModelSizes, gpu: Gpu, found: Sequence[Plan]) -> None:
     """Print tables on standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)  # a narrow terminal breaks lines, but no figure is cut short
     weights = weight_bytes(model)
     layers = ", ".join(f"{count} {recurrence.title}" for recurrence, _, count in model.recurrent)
