@@ -40,6 +40,13 @@ def test_files_that_the_docs_name_exist(page: str) -> None:
     assert not sorted(name for name in named if not any((folder / name).is_file() for folder in folders))
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "CONTRIBUTING.md"])
+def test_it_is_installed_from_its_folder(page: str) -> None:
+    """No index has the package, so its name alone installs nothing where it is not there yet."""
+    wanted = re.findall(r"pip install '?([^'`\s]+)", (ROOT / page).read_text())
+    assert not [each for each in wanted if not each.startswith(".")]
+
+
 def test_no_machine_paths(tracked: list[Path]) -> None:
     """No absolute path of somebody's machine. A bundled model's vocabulary is data and may hold anything."""
     pattern = re.compile(r"(?<![\w./-])/" + r"(?:work|root|home|Users)" + r"/[\w.-]")
