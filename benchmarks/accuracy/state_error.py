@@ -23,6 +23,7 @@ from replayssm.recurrences import Geometry, Recurrence, get, registry
 from replayssm.state.pool import StatePool
 
 REGIMES = ("trained-like", "slow", "very slow", "no decay", "strong", "alike keys")
+"""How inputs are drawn, the first one as the recurrence draws them."""
 WINDOWS = (1, 4, 16, 32, 64)
 
 
@@ -37,6 +38,11 @@ class Row:
     tokens: int
     error: float
     per_token_error: float
+
+
+def regimes(recurrence: Recurrence) -> tuple[str, ...]:
+    """Those that `draw` can make: it sets the decays of inputs that are called `log_decay`, or `dt`."""
+    return REGIMES if {"log_decay", "dt"} & {field.name for field in recurrence.inputs} else REGIMES[:1]
 
 
 def draw(recurrence: Recurrence, regime: str, geometry: Geometry, tokens: int, dtype: torch.dtype, seed: int = 0):
@@ -117,7 +123,7 @@ def main() -> None:
     }
     rows: list[Row] = []
     for name in registry():
-        for regime in REGIMES:
+        for regime in regimes(get(name)):
             for dtype in (torch.bfloat16, torch.float32):
                 windows = WINDOWS if dtype == torch.bfloat16 else (16,)
                 for row in measure(name, regime, windows, dtype, arguments.tokens):

@@ -208,8 +208,26 @@ def keeps_fields_as_declared(recurrence: Recurrence) -> None:
         assert layout.ring_rows == 4
 
 
+def defines_in_the_dtype_of_the_state(recurrence: Recurrence) -> None:
+    """Inputs of a bf16 model are raised before anything is computed from them."""
+    geometry = geometry_of(recurrence)
+    inputs, params = recurrence.draw(geometry, (9,), torch.Generator().manual_seed(4))
+    kinds = {field.name: torch.bfloat16 if field.dtype == "model" else torch.float32 for field in recurrence.inputs}
+    stored = {name: x.to(kinds[name]) for name, x in inputs.items()}
+    raised = {name: x.double() for name, x in stored.items()}
+    start = torch.zeros(geometry.state_shape, dtype=torch.float64)
+    for got, expected in zip(
+        recurrence.recurrent(stored, params, start, geometry),
+        recurrence.recurrent(raised, {name: x.double() for name, x in params.items()}, start, geometry),
+        strict=True,
+    ):
+        assert got.dtype == torch.float64
+        assert torch.equal(got, expected), "the definition computes in the dtype of the state"
+
+
 CHECKS: tuple[Callable[[Recurrence], None], ...] = (
     keeps_fields_as_declared,
+    defines_in_the_dtype_of_the_state,
     decodes,
     verifies_ragged_batches,
     verifies_trees,

@@ -49,10 +49,11 @@ class Toy(Recurrence):
         return {"q": normal(H, N), "k": normal(H, N), "v": normal(H, P), "gate": gate}, params
 
     def recurrent(self, inputs, params, state, geometry):
-        outputs = []
-        for q, k, v, gate in zip(inputs["q"], inputs["k"], inputs["v"], inputs["gate"]):
+        rows = (inputs[name].to(state.dtype) for name in ("q", "k", "v", "gate"))
+        scale, outputs = params["scale"].to(state.dtype), []
+        for q, k, v, gate in zip(*rows):
             state = gate.exp()[..., None] * state + k[..., None] * v[:, None]
-            outputs.append((state * q[..., None]).sum(1) + params["scale"][:, None] * v)
+            outputs.append((state * q[..., None]).sum(1) + scale[:, None] * v)
         return torch.stack(outputs), state
 
 
@@ -73,6 +74,7 @@ class Toy(DeltaRule):
     decay = "head"
 
     def recurrent(self, inputs, params, state, geometry):
+        inputs = {name: x.to(state.dtype) for name, x in inputs.items()}
         group = geometry.heads // geometry.key_heads
         outputs = []
         for t in range(len(inputs["v"])):
