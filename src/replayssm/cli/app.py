@@ -226,7 +226,9 @@ def plan(
         int, typer.Option("--verify-len", help="Tokens of a speculative step: 1 + drafts; 1 leaves it out.")
     ] = 4,
     accepted: Annotated[int | None, typer.Option(help="Tokens of it that stay.", show_default="all but one")] = None,
-    window: Annotated[int | None, typer.Option(help="Window to predict for.", show_default="the fastest")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Window to predict for.", show_default="the fastest, of those measured")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Its first layers only, where all do not fit.", show_default="all", min=1)
     ] = None,

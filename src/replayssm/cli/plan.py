@@ -32,7 +32,7 @@ class Request:
         context: tokens of each sequence.
         precisions: as `replayssm eval` names them.
         verify_len, accepted: tokens of a speculative step, and how many of them stay; 1 leaves it out.
-        window: to predict for; None searches for the best.
+        window: to predict for; None searches for the best, among those measured where any was.
         layers: of the model, the first ones; None for all.
         as_json: print JSON instead of tables.
     """

@@ -110,7 +110,8 @@ class Plan:
     Args:
         precision: "checkpoint" or "checkpoint+read copy".
         workload: what is decoded.
-        window: the one with the fastest step.
+        window: the one with the fastest step among those measured with this precision and number of tokens, or among
+            `WINDOWS` where none was.
         memory, time: with replay.
         ordinary_memory, ordinary_time: of ordinary decoding with the checkpoint's format, and of snapshots where there
             are drafts.
@@ -172,13 +173,14 @@ class Plan:
 
 
 def plan(model: ModelSizes, gpu: Gpu, precision: str, workload: Workload, window: int | None = None) -> Plan:
-    """Predict one setting, with the best window unless one is given.
+    """Predict one setting, with the best window (`Plan.window`) unless one is given.
 
     Raises:
         ValueError: the precision makes no sense, or the window has no room for the drafts.
     """
     largest = ReplayConfig.of(precision, window=MAX_WINDOW)
-    windows = [w for w in WINDOWS if w >= workload.verify_len] if window is None else [window]
+    measured = sorted(w for name, tokens, w in MEASURED if (name, tokens) == (precision, workload.verify_len))
+    windows = (measured or [w for w in WINDOWS if w >= workload.verify_len]) if window is None else [window]
     configs = [replace(largest, window=w, verify_len=workload.verify_len) for w in windows]
     times = [step_time(model, gpu, workload, _replay_us(model, gpu, config, workload)) for config in configs]
     time, config = min(zip(times, configs, strict=True), key=lambda pair: pair[0].total)
