@@ -115,7 +115,7 @@ def test_files_that_are_no_results_are_named(change: Any, reason: str, tmp_path:
     [
         ("kernels/results/2026-11-30-h200.json", "no complete decode steps"),
         ("speculation/results/memory.json", "no kernel benchmark"),
-        ("nothing.json", "No such file"),
+        ("nothing.json", "/nothing.json: No such file or directory\n"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(file: str, reason: str, tmp_path: Path) -> None:

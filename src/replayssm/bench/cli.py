@@ -142,7 +142,7 @@ def step(
             )
         )
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        _fail(_reason(error))
     raise typer.Exit(1 if report.refusals else 0)
 
 
@@ -158,7 +158,7 @@ def report(
     try:
         write([Report.load(path) for path in results], out)
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        _fail(_reason(error))
     typer.echo(f"{out} has the report.", err=True)
 
 
@@ -199,6 +199,13 @@ def vllm(
         _fail(str(error))
     print_table(report)
     raise typer.Exit(1 if report.refusals else 0)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """What went wrong; of a file, its name and why."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _fail(message: str) -> None:
