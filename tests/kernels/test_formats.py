@@ -69,11 +69,11 @@ def read_kernel(
     if PROBE_BITS > 0:
         n = tl.arange(0, N)
         at = packed + tl.program_id(1) * (2 * N) + h * (4 * N)
-        q_factor = store_probe(tl.load(probes + n).to(tl.float32), at + n, n < N, PROBE_BITS)
-        k_factor = store_probe(tl.load(probes + N + n).to(tl.float32), at + N + n, n < N, PROBE_BITS)
+        q_factor = store_probe(tl.load(probes + n).to(tl.float32), at + n, n < N, PROBE_BITS, FACTOR)
+        k_factor = store_probe(tl.load(probes + N + n).to(tl.float32), at + N + n, n < N, PROBE_BITS, FACTOR)
         tl.debug_barrier()
         q_at = at.to(tl.pointer_type(tl.int64))
-        q, k = pair_sums(words, scales, column, q_at, q_at + N // 4, N, CODES, BLOCKS, VALUE, FACTOR, True)
+        q, k = pair_sums(words, scales, column, q_at, q_at + N // 4, N, CODES, BLOCKS, VALUE, True)
         q *= q_factor
         k *= k_factor
     else:
@@ -166,12 +166,17 @@ def test_a_nan_stays_in_its_column_and_is_read(name: str) -> None:
     assert saturated.tolist() == [0, int(FORMATS[name].saturated(x))]
 
 
-def read(name: str, keys: int, rows: int, dtype: torch.dtype, native: bool, packed: bool) -> tuple[float, float]:
-    """Relative errors of sums over a random state and of products with it, beside those of the decoded state."""
+def read(
+    name: str, keys: int, rows: int, dtype: torch.dtype, native: bool, packed: bool, size: float = 1.0
+) -> tuple[float, float]:
+    """Relative errors of sums over a random state and of products with it, beside those of the decoded state.
+
+    `size` is that of its elements.
+    """
     form = FORMATS[name]
     generator = torch.Generator().manual_seed(1)
     spread = 10.0 ** (torch.rand(1, H, keys, 1, generator=generator) * 3 - 3)
-    x = (torch.randn(1, H, keys, P, generator=generator) * spread).to(DEVICE)
+    x = (torch.randn(1, H, keys, P, generator=generator) * spread * size).to(DEVICE)
     parts, encoded = parts_of(name, keys), form.encode(x)
     for suffix, part in encoded.items():
         parts[suffix][1] = part[0]
@@ -207,3 +212,12 @@ def test_sums_of_pairs_are_as_exact_as_fp16(
 ) -> None:
     found, _ = read(name, keys, rows, dtype, native=True, packed=True)
     assert found < PAIR_SUM_ERROR
+
+
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**115])
+@pytest.mark.parametrize("way", ["by bits", "native", "packed"])
+@pytest.mark.parametrize("name", list(TRITON_FORMATS))
+def test_sums_of_tiny_and_huge_states(name: str, way: str, size: float, interpreted_pairs: None) -> None:
+    packed = way == "packed"
+    found = read(name, 64, 4, torch.bfloat16, way != "by bits", packed, size)
+    assert max(found) < (PAIR_SUM_ERROR if packed else 1e-6)

@@ -30,7 +30,10 @@ from replayssm.state.formats.words import WORD_BITS
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 LARGEST = tl.constexpr(LARGEST_SCALED)
 PROBE_FACTOR = tl.constexpr(2.0**64)
-"""Keeps products of probes with numbers like 2^-126 far from the smallest ones of fp32."""
+"""Keeps products of probes with numbers like 2^-126 far from the smallest ones of fp32.
+
+Where codes become such numbers, probes from 2^-64 to 2^63 keep all their digits.
+"""
 SIGNS, SIZES = tl.constexpr(nvfp4.SIGNS), tl.constexpr(nvfp4.SIZES)
 FP16_MAX = 65504.0
 PAIRS_IN_SUM = tl.constexpr(8)
@@ -107,6 +110,7 @@ def word_sums(
     """
     R: tl.constexpr = words[0].shape[0]
     SETS: tl.constexpr = BLOCKS // R if BLOCKS > 1 else 1
+    RAISED: tl.constexpr = PROBE_FACTOR if FACTOR > PROBE_FACTOR else 1.0
     q_sums = tl.zeros(words[0].shape, tl.float32)
     k_sums = q_sums
     for of in tl.static_range(SETS):  # tiles that share blocks
@@ -121,27 +125,29 @@ def word_sums(
                     x = halves(pairs[c // 2])[c % 2]
                 else:
                     x = VALUE(words[tile], c)
-                q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+                q = tl.load(q_at + key + c, mask=live, other=0).to(tl.float32) * RAISED
                 q_part += x * q[:, None]
                 if TWO:
-                    k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * PROBE_FACTOR
+                    k = tl.load(k_at + key + c, mask=live, other=0).to(tl.float32) * RAISED
                     k_part += x * k[:, None]
         if BLOCKS > 1:
             q_part *= scales[of]
             k_part *= scales[of]
         q_sums += q_part
         k_sums += k_part
-    column *= FACTOR / PROBE_FACTOR
-    return q_sums * column[None, :], k_sums * column[None, :]
+    # sums first: a column's scale times such a factor may be more than fp32 holds
+    return q_sums * (FACTOR / RAISED) * column[None, :], k_sums * (FACTOR / RAISED) * column[None, :]
 
 
 @triton.jit
 def pair_sums(
     words, scales, column, q_at, k_at,
-    N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
-    TWO: tl.constexpr,
+    N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """`word_sums` with products of pairs. q_at and k_at point to what `store_probe` left, four numbers an int64."""
+    """`word_sums` with products of pairs, times the powers of two that `store_probe` returned.
+
+    q_at and k_at point to what it left, four numbers an int64.
+    """
     R: tl.constexpr = words[0].shape[0]
     SETS: tl.constexpr = BLOCKS // R if BLOCKS > 1 else max(1, len(words) * CODES // (2 * PAIRS_IN_SUM))
     four = first_keys(tl.arange(0, R), N, CODES, BLOCKS) // 4
@@ -173,13 +179,13 @@ def pair_sums(
             low, high = halves(k_part)
             k_sums += low * scale
             k_sums += high * scale
-    column *= FACTOR
     return q_sums * column[None, :], k_sums * column[None, :]
 
 
 @triton.jit
-def store_probe(x, at, mask, BITS: tl.constexpr):
-    """Store `x` [N] fp32 for `pair_sums`, and return the power of two that gives it back from what is stored.
+def store_probe(x, at, mask, BITS: tl.constexpr, FACTOR: tl.constexpr):
+    """Store `x` [N] fp32 for `pair_sums`, and return the power of two that sums of what is stored are to be multiplied
+    with. It has the FACTOR of the format.
 
     Stored are fp16 numbers, the largest at least 2^(BITS - 1) and less than 2^BITS: of 16-bit probes they keep every
     bit that counts, and no sum of products with codes overflows.
@@ -188,7 +194,7 @@ def store_probe(x, at, mask, BITS: tl.constexpr):
     exponent = tl.minimum(tl.maximum(largest, BITS), 252 + BITS)  # of what is tiny, infinite or NaN: any
     factor = ((253 + BITS - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(at, (x * factor).to(tl.float16), mask=mask)
-    return ((exponent - BITS + 1) << 23).to(tl.float32, bitcast=True)
+    return ((exponent - BITS + 1) << 23).to(tl.float32, bitcast=True) * FACTOR
 
 
 HALVES = tl.constexpr("""{

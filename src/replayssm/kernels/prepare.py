@@ -58,7 +58,7 @@ def prepare_kernel(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
-    PROBE_BITS: tl.constexpr,
+    PROBE_BITS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """A program per row and HEADS heads of one key head. See the module.
 
@@ -112,7 +112,7 @@ def prepare_kernel(
                 b, h, g, slot, tokens, folded, start, records, n, n_mask, keys, ring, rates, key_at, query_at, inputs,
                 layer_params, out, probes + (b * G + g) * N, H // G, N, RING_ROWS, WP, HEADS, BLOCK, DELTA,
                 RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY, TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
-                PROBE_BITS,
+                PROBE_BITS, FACTOR,
             )  # fmt: skip
         else:
             head_tokens(
@@ -156,6 +156,7 @@ def head_token(
     BLOCK: tl.constexpr, DELTA: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
     TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr,
     STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr, PROBE_BITS: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Weights of one token for heads with one decay each; they share the products of raw keys and queries."""
     j = newest_first(WP)
@@ -193,9 +194,9 @@ def head_token(
     if PROBE_BITS > 0:  # noqa: SIM102 (what is constant, and what is not)
         if folded == 0:  # a row that is due reads its checkpoint, with raw probes
             probe_at = probe.to(tl.pointer_type(tl.float16)) + n
-            q_decay *= store_probe(q, probe_at, n_mask, PROBE_BITS)
+            q_decay *= store_probe(q, probe_at, n_mask, PROBE_BITS, FACTOR)
             if DELTA:
-                k_decay *= store_probe(k, probe_at + N, n_mask, PROBE_BITS)
+                k_decay *= store_probe(k, probe_at + N, n_mask, PROBE_BITS, FACTOR)
     tl.store(out + scalars, q_decay)
     if DELTA:
         tl.store(out + scalars + 1, k_decay)

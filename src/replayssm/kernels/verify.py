@@ -326,7 +326,7 @@ def one_token(
         k_at = key[0] + b * key[1] + g * N
     if words and PROBE_BITS > 0:
         q_at = (probes + (b * G + g) * N).to(tl.pointer_type(tl.int64))
-        out, answer = pair_sums(S, scales, column, q_at, q_at + N // 4, N, CODES, BLOCKS, VALUE, FACTOR, DELTA)
+        out, answer = pair_sums(S, scales, column, q_at, q_at + N // 4, N, CODES, BLOCKS, VALUE, DELTA)
     elif words:
         probe_live = live | CHANNEL
         out, answer = word_sums(
