@@ -136,6 +136,10 @@ def main(capability: int, most: int) -> None:
             found[f"{name} tree"] = asdict(ahead.compile_prepare(trees, 8, is_tree=True))
             found[f"{name} compact"] = asdict(ahead.compile_compact(trees, 8))
         found |= mixers(name, capability)
+    if capability == 100:
+        config = ReplayConfig(64, read_format="nvfp4")
+        layout = StateLayout(get("kda"), GEOMETRIES["kda"], config, torch.bfloat16)
+        found["kda long solve"] = asdict(ahead.compile_solve(layout, capability))
     for name, resources in ahead.compile_cursor_kernels(capability).items():
         found[name] = asdict(resources)
     print(json.dumps(found))

@@ -41,6 +41,9 @@ from replayssm.kernels.solve import solve_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.state.layout import StateLayout
 
+TENSOR_MEMORY = 512
+"""Columns that a multiprocessor has, from compute capability 10.0 on."""
+
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -285,6 +288,9 @@ def _compile(
     """Compile a kernel for argument `types` by name, and compile-time arguments `given`.
 
     `ones` are members of tuple arguments that a launcher would specialise on: (name, index, ...) -> value.
+
+    Raises:
+        RuntimeError: it compiles and could not be launched.
     """
     names = kernel.arg_names
     given = {name: value for name, value in given.items() if name in names}
@@ -297,6 +303,9 @@ def _compile(
     source = ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    if columns > TENSOR_MEMORY:  # Triton then leaves the kernel empty, and says so at its launch
+        raise RuntimeError(f"{kernel.__name__} takes {columns} columns of tensor memory, of {TENSOR_MEMORY}")
     return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 
 

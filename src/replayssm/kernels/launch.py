@@ -185,8 +185,11 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
 
 
 def solve_warps(layout: StateLayout) -> int:
-    """Warps of a program that solves windows again: a thread holds a column; decays of channels need more."""
-    return max(1, padded_window(layout) // (16 if layout.recurrence.decay == "channel" else 32))
+    """Warps of a program that solves windows again: a thread holds a column; decays of channels need more.
+
+    Not four: products are in tensor memory then (compute capability 10.0), which those of 64 records outgrow.
+    """
+    return min(2, max(1, padded_window(layout) // (16 if layout.recurrence.decay == "channel" else 32)))
 
 
 @cache
