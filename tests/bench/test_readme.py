@@ -58,7 +58,10 @@ def test_both_tables_are_read() -> None:
 def test_every_number_was_measured(line: tuple[str, str, int, str, str, str], rows: list[Row]) -> None:
     way, layer, batch, other, *ours = line
     geometry = next(name for title, name in GEOMETRIES.items() if layer.startswith(title))
+    assert any(ours)
     for view, cell in zip(("cycle", "staggered"), ours, strict=True):
+        if not cell:  # no row of the run was left for it
+            continue
         found = {
             f"{rounded(us, other)}: {rounded(row.us, cell.split(', ')[0])}, {us / row.us:.2f}x"
             for row in rows
