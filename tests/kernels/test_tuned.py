@@ -79,11 +79,13 @@ def test_another_file_is_refused(table: Path) -> None:
 def test_rules_and_candidates_fit_every_geometry(name: str, sizes: tuple[int, int, int, int]) -> None:
     heads, key_heads, key_dim, value_dim = sizes
     geometry = Geometry(heads, heads if name == "kda" else key_heads, key_dim, value_dim)
-    for tokens, copy in product((1, 4, 16), (None, "fp8")):
-        layout = StateLayout(get(name), geometry, ReplayConfig(16, tokens, read_format=copy), torch.bfloat16)
+    for tokens, precision in product((1, 4, 16), ("fp32", "fp32+fp8", "fp8")):
+        config = ReplayConfig.of(precision, window=16, verify_len=tokens)
+        layout = StateLayout(get(name), geometry, config, torch.bfloat16)
         choices = [tuned.heuristic(layout, batch, tokens)[0] for batch in (1, 64, 4096)]
         for choice in [*choices, *tune.candidates_for(layout, tokens)]:
             assert all(tune._fits(layout, tile) for tile in (choice.step, choice.flush) if tile)
+            assert precision == "fp32" or choice.flush, "the launcher refuses it where steps read codes"
 
 
 def test_the_tuner_times_only_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

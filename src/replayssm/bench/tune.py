@@ -19,7 +19,7 @@ from torch import Tensor
 from replayssm import flow
 from replayssm.bench.timing import Timer, rotation, rotation_layers, timer_for
 from replayssm.kernels.formats import PAIR_SUM_ERROR
-from replayssm.kernels.launch import Choice, Tile, launch_verify, workspace
+from replayssm.kernels.launch import Choice, Tile, launch_verify, read_codes, workspace
 from replayssm.kernels.tuned import Measured, Shape, heuristic
 from replayssm.state import cursor
 from replayssm.state.layout import StateLayout
@@ -86,7 +86,7 @@ def tune(
 def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
     """The heuristic's choices, single launches, pairs of a step and a flush launch, and the recurrence as written.
 
-    Beside a read copy only pairs.
+    Where steps read codes only pairs.
     """
     seen: set[Choice] = set()
 
@@ -97,12 +97,12 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
 
     for batch in (1, 10**6):
         yield from new(heuristic(layout, batch, tokens)[0])
-    beside = layout.read_format is not None
-    for block_p, warps in () if beside else ((8, 1), (16, 1), (16, 2), (32, 2)):
+    codes = read_codes(layout) is not None
+    for block_p, warps in () if codes else ((8, 1), (16, 1), (16, 2), (32, 2)):
         if tokens == 1:
             yield from new(Choice(Tile(block_p, 1, warps)))
         yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
-    if beside and tokens == 1:
+    if codes and tokens == 1:
         steps = [Tile(64, 1, 1), Tile(64, 1, 2), Tile(32, 1, 1), Tile(32, 2, 1), Tile(16, 1, 1)]
         flushes = [Tile(16, 8, 2, 2), Tile(16, 4, 2, 2), Tile(16, 1, 4)]
         if not (layout.recurrence.delta_rule and layout.config.window > 16):  # whose folds spill then
