@@ -30,10 +30,12 @@ from replayssm.state.cursor import cycle
 CHECKED_ROWS, CHECKED_PROMPT, MOST_CHECKED = 2, 5, 256
 ALIKE = 160
 """Steps to time where only their mean matters, whole flush cycles of any window."""
-CHECK_LIMITS = {"fp32": 1.5e-1, "fp16": 1.5e-1, "bf16": 1.5e-1, "fp8": 3e-1, "int8": 3e-1, "nvfp4": 5e-1}
-"""Allowed relative error of any recurrent layer's outputs, by the format that they read. Activations are bf16 through
-all layers in front of it: through 32 layers of Qwen3.5 4B, fp32 states make 0.09 with the kernels here and 0.11 with
-vLLM's, whose states are exact on a layer alone. A state that is not there makes it 0.5 and more (a test holds that)."""
+CHECK_LIMITS = {"fp32": 1e-1, "fp16": 1e-1, "bf16": 1e-1, "fp8": 3e-1, "int8": 3e-1, "nvfp4": 5e-1}
+"""Allowed relative error of any recurrent layer's outputs, by the format that they read: activations are bf16 through
+all layers in front of it. A state that is not there makes it 0.5 and more (a test holds that)."""
+OTHERS_LIMIT = 1.5e-1
+"""The same of kernels that replay nothing: through 32 layers of Qwen3.5 4B fp32 states make 0.09 with those here and
+0.11 with vLLM's, whose states are exact on a layer alone."""
 
 CHUNKS, SHORT_CHUNK = ("chunk_size", "mamba_chunk_size"), 16
 """Fields with the chunk of a prompt's scan. Prompts are not timed."""
@@ -330,7 +332,8 @@ class StepBench:
         both = zip(found, self._expected[key], strict=True)
         error = max(relative_error(ours, right[: len(ours)]) for ours, right in both)
         config = side.config(case)
-        limit = CHECK_LIMITS[config.read_format or config.checkpoint_format]
+        replays = side.what in ("model replay", "model unfused")
+        limit = CHECK_LIMITS[config.read_format or config.checkpoint_format] if replays else OTHERS_LIMIT
         if not error <= limit:
             raise CheckFailed(f"outputs differ by {error:.1e} from those of single tokens, allowed {limit:.1e}")
         return error

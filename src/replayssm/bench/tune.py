@@ -189,7 +189,6 @@ def check(layout: StateLayout, tokens: int, choice: Choice, device: torch.device
         for tensor in pool.layers[0].tensors.values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     outputs = copies = 0.0
-    live = torch.tensor([slot for slot in CHECKED_ROWS if slot >= 0], device=device)
     for number in range(3 * layout.config.window // (2 * tokens) + 2):
         inputs = _inputs(layout, rows, tokens, device, generator)
         counts = [0 if slot < 0 else max(1, tokens - (number + row) % 2) for row, slot in enumerate(CHECKED_ROWS)]
@@ -211,7 +210,8 @@ def check(layout: StateLayout, tokens: int, choice: Choice, device: torch.device
         for pool, step in zip(pools, steps, strict=True):
             flow.close_step(pool, step)
             flow.commit(pool, CHECKED_ROWS, [max(0, count - number % 2 * (tokens > 1)) for count in counts])
-    states = [flow.materialize(pool, 0, live.tolist()) for pool in (ours, theirs)]
+    live = [slot for slot in CHECKED_ROWS if slot >= 0]
+    states = [flow.materialize(pool, 0, live) for pool in (ours, theirs)]
     return Errors(outputs, _difference(*states), copies)
 
 
