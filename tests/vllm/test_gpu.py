@@ -23,12 +23,12 @@ def test_tokens_are_those_of_vllm_itself(family: str, tmp_path: Path) -> None:
     stock, eager, graphs, drafts, broken = drive(
         spec(model, **GRAPHS),
         spec(model, {"window": 8}, **GRAPHS | {"enforce_eager": True}),
-        spec(model, {"window": 8}, **GRAPHS),
-        spec(model, {"window": 8}, speculative_config=NGRAM, tokens=200, **GRAPHS),
+        spec(model, {"window": 8}, tokens=256, **GRAPHS),
+        spec(model, {"window": 8}, speculative_config=NGRAM, tokens=256, **GRAPHS),
         spec(model, {"window": 8}, fault="zero_the_ring", **GRAPHS),
     )
     assert eager["tokens"] == stock["tokens"]
-    assert graphs["tokens"] == stock["tokens"]
-    assert [row[:40] for row in drafts["tokens"]] == stock["tokens"]
+    assert [row[:40] for row in graphs["tokens"]] == stock["tokens"]
+    assert drafts["tokens"] == graphs["tokens"]
     assert drafts["accepted"] > 0
     assert broken["tokens"] != stock["tokens"]
