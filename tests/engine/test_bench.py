@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from replayssm.bench.engine import EngineRequest, _row, fill, save_config
+from replayssm.bench.engine import EngineRequest, _report, fill, save_config
+from replayssm.bench.rows import Conditions, Report
 from replayssm.cli.app import app
 from replayssm.planner.model import known_configs
 
@@ -48,14 +49,41 @@ def test_only_language_models_have_a_class_that_vllm_can_load(name: str, tmp_pat
             save_config(known_configs()[name], tmp_path)
 
 
+FOUND = {
+    "batch": 4,
+    "version": "0.26.0",
+    "us": 900.0,
+    "low_us": 800.0,
+    "high_us": 1000.0,
+    "blocks": 10,
+    "context": 64,
+    "tok_s": 4444.0,
+    "p99_over_p50": 1.1,
+    "tokens": 4,
+    "text": [[5, 6, 7, 8], [1, 2, 3, 4]],
+}
+
+
+def both_sides(text: list[list[int]]) -> Report:
+    """A report of an ordinary engine, and of one with replay that has written `text`."""
+    device, ordinary = torch.device("cpu"), {}
+    report, request = Report(Conditions.collect(device), None), EngineRequest("m", precision="fp32+fp8", window=16)
+    _report(report, "m", request, "ordinary", FOUND, ordinary)
+    _report(report, "m", request, "replay", FOUND | {"us": 600.0, "text": text}, ordinary)
+    return report
+
+
 def test_rows_of_both_sides() -> None:
-    request, ordinary = EngineRequest("m", precision="fp32+fp8", window=16), {}
-    found = {"batch": 4, "version": "0.26.0", "us": 900.0, "low_us": 800.0, "high_us": 1000.0, "blocks": 10}
-    found |= {"context": 64, "tok_s": 4444.0, "p99_over_p50": 1.1, "tokens": 4}
-    plain = _row("m", request, "ordinary", found, ordinary)
-    ours = _row("m", request, "replay", found | {"us": 600.0}, ordinary)
+    plain, ours = both_sides([[5, 6, 7, 8], [1, 2, 9, 9]]).rows
     assert (plain.format, plain.window, plain.over_ordinary) == ("fp32", None, None)
     assert (ours.format, ours.window, ours.over_ordinary) == ("fp32+fp8", 16, 1.5)
+    assert ours.detail["agreement"] == 0.75
+
+
+def test_an_engine_that_writes_another_text_is_refused() -> None:
+    report = both_sides([[0, 0, 0, 0], [1, 0, 0, 0]])
+    assert [row.name for row in report.rows] == ["vLLM"]
+    assert "behind 12% of their first" in report.refusals[0].reason
 
 
 def test_random_weights_are_the_same_every_time_and_decay() -> None:

@@ -7,6 +7,7 @@ A specification has "runs", each with
     tokens      how many to generate
     logprobs    whether to return log-probabilities
     fault       something to break in the plug-in, to see that it matters
+    like        a version of vLLM whose ways to take on: "0.26"
 """
 
 from __future__ import annotations
@@ -77,11 +78,28 @@ def install(name: str | None) -> None:
     steps.EngineSteps.decode = decode
 
 
+def take_after(version: str | None) -> None:
+    """Tell the plug-in what an older version tells it, or what this one does."""
+    from replayssm.attach.vllm.metadata import ReplayBuilder
+
+    whole = ReplayBuilder.__dict__.get("whole", ReplayBuilder.build)
+    ReplayBuilder.whole = whole
+
+    def build(self: Any, *args: Any, num_decode_draft_tokens_cpu: Any = None, **kwargs: Any) -> Any:
+        if num_decode_draft_tokens_cpu is None or bool((num_decode_draft_tokens_cpu <= 0).all()):
+            # a step without drafts, of which 0.26 does not say how many of those before it were accepted
+            return whole(self, *args, **{k: v for k, v in kwargs.items() if k != "num_accepted_tokens"})
+        return whole(self, *args, num_decode_draft_tokens_cpu=num_decode_draft_tokens_cpu, **kwargs)
+
+    ReplayBuilder.build = build if version == "0.26" else whole
+
+
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Tokens, and log-probabilities where asked for, of each prompt; how many requests were preempted."""
     from vllm import LLM, SamplingParams
 
     install(spec.get("fault"))
+    take_after(spec.get("like"))
     options = DEFAULTS | spec["options"]
     options["additional_config"] = {"gdn_prefill_backend": "triton"} | options.get("additional_config", {})
     llm = LLM(**options)

@@ -26,7 +26,11 @@ def prompts(lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 0) -> list[list
 
 def spec(model: Path, replay: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """One run: 40 tokens after each of the prompts, with the plug-in's options or without it."""
-    own = {name: options.pop(name) for name in ("prompts", "tokens", "logprobs", "fault", "times") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("prompts", "tokens", "logprobs", "fault", "times", "like")
+        if name in options
+    }
     arguments = {"model": str(model), "dtype": "float32"} | options
     if replay is not None:
         arguments["additional_config"] = {"replayssm": dict(replay)}

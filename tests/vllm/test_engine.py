@@ -163,6 +163,17 @@ def test_drafts(family: str, models: Any) -> None:
 
 
 @engine
+def test_an_engine_that_says_nothing_before_a_step_without_drafts(models: Any) -> None:
+    """As 0.26 does: what was accepted just before is told by what it has computed."""
+    model, options = models("nemotron_h"), {"prompts": prompts([40], seed=3), "tokens": 120}
+    stock, ours = drive(
+        spec(model, **options), spec(model, {"window": 8}, speculative_config=NGRAM, like="0.26", **options)
+    )
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["accepted"] > 0
+
+
+@engine
 @pytest.mark.parametrize("lengths", [[4] * 8, [5] * 8, [4, 9, 4, 1, 2, 4, 3, 12]], ids=str)
 def test_prompts_as_long_as_a_step_with_drafts(lengths: list[int], models: Any) -> None:
     """Their phase decides, not their shape: all of a prompt's tokens stay."""

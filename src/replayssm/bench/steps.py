@@ -37,7 +37,7 @@ OTHERS_LIMIT = 1.5e-1
 """The same of kernels that replay nothing: through 32 layers of Qwen3.5 4B fp32 states make 0.09 with those here and
 0.11 with vLLM's, whose states are exact on a layer alone."""
 
-CHUNKS, SHORT_CHUNK = ("chunk_size", "mamba_chunk_size"), 16
+CHUNKS, SHORT_CHUNK = ("chunk_size", "mamba_chunk_size"), 8
 """Fields with the chunk of a prompt's scan. Prompts are not timed."""
 
 
@@ -241,11 +241,15 @@ class StepBench:
             else:
                 rows.append(self.report.add(row))
                 self.log(f"{case} | {side.name}: {row.us / 1e3:.3f} ms, p99/p50 {row.detail['p99_over_p50']:.3f}")
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            self._free()
         return rows
+
+    def _free(self) -> None:
+        """Give back the memory of runners that are done: they are in cycles, and two of a large batch do not fit."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
     def _beside(self, case: StepCase, what: str) -> list[Row]:
         """Rows of a kind that a case's may be compared with: the same tokens, and the same format of the checkpoint."""
@@ -262,6 +266,7 @@ class StepBench:
     def _side(self, case: StepCase, side: Side) -> Row:
         config = side.config(case)
         error = None if isinstance(side, Neighbours) else self._check(case, side)
+        self._free()
         with _attached(self.model, config, side.fused):
             runner = self._runner(case, side, case.context)
             # the others have no flushes, or are measured for their mean; so are reads, whose steps differ no more
@@ -322,6 +327,7 @@ class StepBench:
         found = self._outputs(case, side, fed[: case.batch], steps)
         tokens = steps * case.accepted
         reference = ReplaySide()
+        self._free()
         # with the same neighbours, which round in other places when they are fused
         reference.fused = self.device.type == "cuda" if side.fused is None else side.fused
         key = (reference.fused, tokens, case.verify_len, case.context)

@@ -117,7 +117,7 @@ class ReplayBuilder:
         if self._width == 1 and m.max_query_len <= 1 and not self._prefilling(m):
             # nothing but decoding: a padded row has no token, but a place in the graph's batch
             return ReplayMetadata(steps.pool, self._single(steps, blocks), None)
-        if num_accepted_tokens is not None:
+        if self._width > 1:
             computed = m.seq_lens - m.query_start_loc.diff()
             num_accepted_tokens = steps.accepted(blocks, num_accepted_tokens, computed)
         lengths = m.query_start_loc_cpu.diff()
@@ -133,7 +133,7 @@ class ReplayBuilder:
         if ring and self._width == 1:
             decode = self._single(steps, blocks[:ring])
         elif ring:
-            certain = prefilling
+            certain = torch.ones_like(prefilling)  # vLLM 0.26 says nothing of drafts where no row has any
             if num_decode_draft_tokens_cpu is not None:
                 # what a preempted sequence had generated is computed again: no prompt by vLLM's count, and no drafts
                 certain = prefilling | (num_decode_draft_tokens_cpu < 0)

@@ -95,20 +95,23 @@ class EngineSteps:
             else torch.full_like(turns, config.window)
         )
 
-    def accepted(self, blocks: Tensor, said: Tensor, computed: Tensor) -> Tensor:
+    def accepted(self, blocks: Tensor, said: Tensor | None, computed: Tensor) -> Tensor:
         """How many tokens of its last step each row [B] of this step kept; called once per step, for all of its rows.
 
         An engine says so of the rows of the step before. A row that was left out of that one (there was no room for it)
-        it has forgotten: vLLM then says 1. What it has computed of the sequence still shows it.
+        it has forgotten: vLLM then says 1. Before a step without drafts some versions of it say nothing at all. What it
+        has computed of the sequence still shows it.
 
         Args:
             blocks: [B].
-            said: [B], the engine's word.
+            said: [B], the engine's word, or None.
             computed: [B], tokens of each sequence that stand before this step.
         """
         slots = blocks.long()
         self._step += 1
-        kept = torch.where(self._last[slots] == self._step - 1, said, computed - self.pool.cursor.position[slots])
+        kept = computed - self.pool.cursor.position[slots]
+        if said is not None:
+            kept = torch.where(self._last[slots] == self._step - 1, said, kept)
         self._last[slots] = self._step
         return kept.int()
 
