@@ -29,6 +29,7 @@ from replayssm.kernels.launch import (
     prepare_constants,
     prepared_warps,
     read_codes,
+    read_part,
     solve_constants,
     solve_warps,
     solves_again,
@@ -100,8 +101,7 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     """
     signature = _layer_signature(layout) | _token_signature(layout)
     signature |= dict.fromkeys(WORK, "*fp32") | _rounding_signature(layout)
-    leads = capability >= 90 and mode == STEP_ROWS.value
-    given = verify_constants(layout, tokens, tile, mode, capability >= 90, leads) | _formats(layout, tokens, capability)
+    given = verify_constants(layout, tokens, tile, mode, capability >= 90) | _formats(layout, tokens, capability)
     return _compile(verify_kernel, signature, given, tile.num_warps, capability)
 
 
@@ -264,7 +264,9 @@ def _layer_signature(layout: StateLayout) -> dict[str, Any]:
         "plan": "*i64",
         "state": specs["checkpoint"],
         "state_slot": "i64",
+        "slots": "i32",
         "state_scale": (specs["checkpoint.scale"], "i64") if state_scales(layout) else (),
+        "reads": (specs[read_part(layout)], "i64"),
         "copy": tuple((specs[name], "i64") for name in code_parts(layout)),
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ MAX_PREPARED_WEIGHTS = 2048
 
 FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
+
+PREFETCHED_BYTES = 16 << 20
+"""Of a step's states, what the first launch asks into the L2 before it may start: a part of what that holds."""
 
 SOLVING_PROGRAMS = 16
 """Programs per multiprocessor that solve windows again."""
@@ -163,6 +167,7 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
         "NP": max(16, triton.next_power_of_2(geometry.key_dim)),
         "WP": padded_window(layout),
         "RING_ROWS": layout.ring_rows,
+        "RING_SIZES": ring_sizes(layout),
         "DELTA": recurrence.delta_rule,
         "CHANNEL": recurrence.decay == "channel",
         "SKIP": form.skip,
@@ -182,6 +187,13 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
         "LEAST": layout.checkpoint_format.grid.least_exponent if is_random(layout) else 0,
         **format_constants(read_codes(layout), geometry.key_dim, _has_e4m3()),
     }
+
+
+def ring_sizes(layout: StateLayout) -> tuple[tuple[int, int], ...]:
+    """(heads, elements of a row and head) of the ring of keys, of that of write vectors, and of the others."""
+    form, fields = form_of(layout.recurrence), {field.name: field for field in layout.ring_fields}
+    shapes = (fields[name].shape(layout.geometry) for name in (form.key_ring, form.write_ring, *form.ring))
+    return tuple((heads, math.prod(rest)) for heads, *rest in shapes)
 
 
 def solve_warps(layout: StateLayout) -> int:
@@ -208,6 +220,7 @@ def prepare_constants(
     layout: StateLayout, rows: int, tokens: int, overlap: bool, is_tree: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments of `prepare_kernel`, among others."""
+    read = next(spec for spec in layout.tensors if spec.name == read_part(layout))
     return layer_constants(layout) | {
         "T": tokens,
         "TP": triton.next_power_of_2(tokens),
@@ -216,6 +229,8 @@ def prepare_constants(
         "OVERLAP": overlap,
         "IS_TREE": is_tree,
         "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
+        "AHEAD": PREFETCHED_BYTES // read.bytes,
+        "READ_SIZE": math.prod(read.shape) // layout.geometry.heads,
     }
 
 
@@ -234,9 +249,7 @@ def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
 
 
 @cache
-def verify_constants(
-    layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool, leads: bool = False
-) -> dict[str, Any]:
+def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
     # delta rules keep the corrections in rows behind the outputs
     outputs = 2 * triton.next_power_of_2(tokens) if layout.recurrence.delta_rule else tokens
@@ -250,7 +263,6 @@ def verify_constants(
         "MODE": mode,
         "LIMIT": clamp_limit(layout.checkpoint_format.limit),
         "OVERLAP": overlap,
-        "LEADS": leads,
         "ROWS": copy_rows(layout, tokens, tile),
         "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
     }
@@ -327,7 +339,7 @@ def launch_verify(
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
         run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solve_warps(layout), **early)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
-    constants = verify_constants(layout, tokens, choice.step, mode.value, overlap, overlap and choice.flush is not None)
+    constants = verify_constants(layout, tokens, choice.step, mode.value, overlap)
     programs = units_of(choice.step) // choice.step.units
     run(verify_kernel, programs, given, constants, num_warps=choice.step.num_warps, **early)
     if choice.flush is not None:
@@ -352,7 +364,9 @@ def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:
         "plan": plan,
         "state": state,
         "state_slot": state.stride(0),
+        "slots": len(state),
         "state_scale": _strided_parts(layer, state_scales(layer.layout))[0] if state_scales(layer.layout) else (),
+        "reads": _strided_parts(layer, (read_part(layer.layout),))[0],
         "copy": _strided_parts(layer, code_parts(layer.layout)),
         "keys": ring(form.key_ring),
         "writes": ring(form.write_ring),
@@ -378,6 +392,11 @@ def code_parts(layout: StateLayout) -> tuple[str, ...]:
     """Names of the tensors that hold those codes and their scales, as the kernels take them."""
     name, kind = read_codes(layout), "checkpoint" if layout.read_format is None else "read_copy"
     return () if name is None else tuple(f"{kind}{suffix}" for suffix in TRITON_FORMATS[name].parts)
+
+
+def read_part(layout: StateLayout) -> str:
+    """Name of the tensor that a step reads most of: words of codes, or the checkpoint."""
+    return next(iter(code_parts(layout)), "checkpoint")
 
 
 def state_scales(layout: StateLayout) -> tuple[str, ...]:

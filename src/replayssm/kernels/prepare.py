@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low, newest_first
 from replayssm.kernels.formats import store_probe
 from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS, TREE
+from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records
 
 
 def block_size(tokens: int, window: int, delta_rule: bool) -> int:
@@ -52,13 +53,14 @@ def pick(matrix, t):
 
 @triton.jit
 def prepare_kernel(
-    plan_row, plan, keys, ring, rates, key, query, inputs, layer_params, weights, probes,
+    plan_row, plan, reads, slots, keys, writes, ring, rates, key, query, inputs, layer_params, weights, probes,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
-    PROBE_BITS: tl.constexpr, FACTOR: tl.constexpr,
+    PROBE_BITS: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr, READ_SIZE: tl.constexpr,
+    RING_SIZES: tl.constexpr,
 ):  # fmt: skip
     """A program per row and HEADS heads of one key head. See the module.
 
@@ -67,7 +69,10 @@ def prepare_kernel(
     | argument | shape                | in/out | meaning                                                        |
     |----------|----------------------|--------|----------------------------------------------------------------|
     | plan     | [B, columns] int64   | in     | `state.plan.COLUMNS`; rows lie `plan_row` apart                |
+    | reads    | [slots, H, READ_SIZE] | hint  | states that the second launch will read: (pointer, slot stride) |
+    | slots    | int                  | in     | of the layer                                                   |
     | keys     | [slots, rows, G, N]  | in/out | ring of raw keys: (pointer, slot, row and head stride)         |
+    | writes   | [slots, rows, H, P]  | hint   | ring of write vectors: the same                                |
     | rates    | [slots, rows, H]     | in/out | ring of rates, with SOLVES: the same                           |
     | ring     | tuple of such        | in/out | the recurrence's other ring fields, write vectors excepted     |
     | key, query | [B, T, G, N]       | in     | this step's raw tokens: (pointer, row stride, token stride)    |
@@ -76,15 +81,20 @@ def prepare_kernel(
     | weights  | [B, H, T, BLOCK] fp32 | out   | see the module                                                 |
     | probes   | as the module says   | out    | the same; written when CHANNEL or PROBE_BITS                   |
     """
-    if OVERLAP:
-        # once everything earlier has ended, the second launch may start and ask for its states
-        gdc_wait()
-        gdc_launch_dependents()
     pid = tl.program_id(0)
     b = (pid // (H // HEADS)).to(tl.int64)
     h = pid % (H // HEADS) * HEADS
     g = h // (H // G)
     plan += b * plan_row
+    if OVERLAP:
+        if b < AHEAD:
+            slot, _, possible = guessed_row(plan, slots, RING_ROWS)
+            if possible:
+                prefetch_records((keys, writes) + ring, slot, 0, h, H, RING_ROWS, HEADS, RING_SIZES)
+                prefetch(reads[0] + slot * reads[1] + h * READ_SIZE, HEADS * READ_SIZE)
+        # once everything earlier has ended, the second launch may start and ask for its states
+        gdc_wait()
+        gdc_launch_dependents()
     slot = tl.load(plan + SLOT)
     if slot >= 0:
         n = tl.arange(0, NP)

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import clamp, high_low
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, SLOT, TOKENS
+from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records
 from replayssm.kernels.stochastic import draw, round_to_grid
 from replayssm.kernels.verify import unit_columns, zero_units
 
@@ -19,18 +20,19 @@ from replayssm.kernels.verify import unit_columns, zero_units
 @triton.jit(do_not_specialize=["layer"])
 def recurrent_kernel(
     plan_row, plan, state, state_slot, keys, writes, ring, key, query, value, inputs, layer_params, y, saturated,
-    seeds, layer,
+    seeds, layer, slots,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, BLOCK_P: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
     RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    RING_SIZES: tl.constexpr,
 ):  # fmt: skip
-    """A program per row, head and BLOCK_P columns; arguments as of `verify_kernel` and `prepare_kernel`."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()  # a norm behind this launch has weights to load
+    """A program per row, head and BLOCK_P columns; arguments as of `verify_kernel` and `prepare_kernel`.
+
+    `slots` are those of the layer, RING_SIZES as `prefetch_records` takes them.
+    """
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     pid = tl.program_id(0)
     b = (pid // (tiles * H)).to(tl.int64)
@@ -38,38 +40,59 @@ def recurrent_kernel(
     h = unit // tiles
     g = h // (H // G)
     plan += b * plan_row
-    slot = tl.load(plan + SLOT)
-    tokens = tl.load(plan + TOKENS)
-    folded = tl.load(plan + FOLDED)
-    start = tl.load(plan + FOLD_START)
-    history = tl.load(plan + HISTORY)
-    empty = tl.load(plan + EMPTY) != 0
     n = tl.arange(0, NP)
     p = unit_columns(unit, P, BLOCK_P)
     n_mask, p_mask = n < N, p < P
-    # the first token's memory is asked for before the plan has come, so that one latency covers both
-    first = token_inputs(
-        b, 0, h, g, n, n_mask, p, p_mask, key, query, value, inputs, layer_params, N, P, TOKEN_DECAY, TOKEN_RATE
+    if OVERLAP:
+        slot, start, possible = guessed_row(plan, slots, RING_ROWS)
+        if possible:
+            # a head's columns lie together, so any share of the memory will do
+            share: tl.constexpr = N * P // tiles
+            prefetch(state + slot * state_slot + h * (N * P) + unit % tiles * share, share)
+            prefetch_records((keys, writes) + ring, slot, start, h, H, 1, 1, RING_SIZES)
+        gdc_wait()
+        gdc_launch_dependents()  # a norm behind this launch has weights to load
+    slot = tl.load(plan + SLOT)
+    # what counts rows is small, and 64-bit remainders are slow
+    tokens = tl.load(plan + TOKENS).to(tl.int32)
+    folded = tl.load(plan + FOLDED).to(tl.int32)
+    start = tl.load(plan + FOLD_START).to(tl.int32)
+    history = tl.load(plan + HISTORY).to(tl.int32)
+    empty = tl.load(plan + EMPTY) != 0
+    # the tokens' memory is asked for before the plan has come, so that one latency covers both
+    given = (
+        token_inputs(
+            b, 0, h, g, n, n_mask, p, p_mask, key, query, value, inputs, layer_params, N, P, TOKEN_DECAY, TOKEN_RATE
+        ),
     )
+    for t in tl.static_range(1, T):
+        later = token_inputs(
+            b, t, h, g, n, n_mask, p, p_mask, key, query, value, inputs, layer_params, N, P, TOKEN_DECAY, TOKEN_RATE
+        )
+        given = given + (later,)  # type: ignore[assignment]
+    if SKIP:
+        skip = TOKEN_SKIP(layer_params, h)
     if slot < 0:
         zero_units(b, unit, y, P, T, BLOCK_P, 1)
     else:
-        mask = n_mask[:, None] & p_mask[None, :]
-        state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
-        S = tl.load(state_at, mask=mask & (not empty), other=0).to(tl.float32)
         key_ring = keys[0] + slot * keys[1] + g * keys[3] + n
         write_ring = writes[0] + slot * writes[1] + h * writes[3] + p
-        everywhere = tl.full([1], True, tl.int1)
-        channels = n_mask if CHANNEL else everywhere
-        for record in range(folded + history):
-            row = (start + record + tl.arange(0, 1)) % RING_ROWS
-            at = (start + record) % RING_ROWS
-            key_scale, write_scale = RECORD_SCALES(ring, slot, row, g, h, everywhere)
-            k = tl.load(key_ring + at * keys[2], mask=n_mask, other=0).to(tl.float32) * key_scale
-            u = tl.load(write_ring + at * writes[2], mask=p_mask, other=0).to(tl.float32) * write_scale
-            # one rounding a record, and none of the decay, which would be the same one every time
-            high, low = high_low(RECORD_DECAY(ring, layer_params, slot, row, h, n if CHANNEL else 0, channels, N))
-            S = high[:, None] * S + (low[:, None] * S + k[:, None] * u[None, :])
+        mask = n_mask[:, None] & p_mask[None, :]
+        state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
+        # the first record, which most rows have, comes beside the state; where there is none it changes nothing
+        records = folded + history
+        record = record_inputs(
+            slot, start, records > 0, g, h, n, n_mask, p_mask, key_ring, keys[2], write_ring, writes[2], ring,
+            layer_params, N, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+        )  # fmt: skip
+        S = tl.load(state_at, mask=mask & (not empty), other=0).to(tl.float32)
+        S = fold_record(S, record)
+        for one in range(1, records):
+            record = record_inputs(
+                slot, (start + one) % RING_ROWS, True, g, h, n, n_mask, p_mask, key_ring, keys[2], write_ring,
+                writes[2], ring, layer_params, N, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+            )  # fmt: skip
+            S = fold_record(S, record)
         if folded > 0:
             if LIMIT > 0:
                 S = clamp(S, saturated + slot, LIMIT, True)
@@ -82,39 +105,62 @@ def recurrent_kernel(
 
         for t in tl.static_range(T):
             live = t < tokens
-            if t == 0:
-                raw_k, raw_q, v, log_decay, rate = first
-            else:
-                raw_k, raw_q, v, log_decay, rate = token_inputs(
-                    b, t, h, g, n, n_mask, p, p_mask, key, query, value, inputs, layer_params, N, P,
-                    TOKEN_DECAY, TOKEN_RATE,
-                )  # fmt: skip
+            raw_k, raw_q, v, log_decay, rate = given[t]
             k, q = raw_k.to(tl.float32), raw_q.to(tl.float32)
             k_scale = KEY_SCALE(k)
             k, q = k * k_scale, q * QUERY_SCALE(q, N)
+            step = tl.exp(log_decay)
+            # output and correction take two sums of the state before the token, neither of which waits for the other
             if CHANNEL:
-                S = S * tl.exp(log_decay)[:, None]
+                out = tl.sum(S * (q * step)[:, None], 0)
+                answer = tl.sum(S * (k * step)[:, None], 0) if DELTA else 0.0
             else:
-                S = S * tl.exp(log_decay)
-            u = v.to(tl.float32)
-            if DELTA:
-                u -= tl.sum(S * k[:, None], 0)
-            u *= rate
-            S += k[:, None] * u[None, :]
-            out = tl.sum(S * q[:, None], 0)
+                out = tl.sum(S * q[:, None], 0) * step
+                answer = tl.sum(S * k[:, None], 0) * step if DELTA else 0.0
+            u = (v.to(tl.float32) - answer) * rate
+            out += tl.sum(k * q, 0) * u
             if SKIP:
-                out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
+                out += skip * v.to(tl.float32)
             # tokens beyond the row's hold anything; those behind them are beyond it as well
             rounded_y = tl.where(live, out, 0.0).to(y[0].dtype.element_ty)
             tl.store(y[0] + b * y[1] + t * y[2] + h * P + p, rounded_y, mask=p_mask)
+            if t + 1 < T:
+                S = S * (step[:, None] if CHANNEL else step) + k[:, None] * u[None, :]
 
-            row = (start + folded + history + t) % RING_ROWS
+            row = (start + records + t) % RING_ROWS
             kept = u.to(writes[0].dtype.element_ty) if DELTA else v.to(writes[0].dtype.element_ty)
             tl.store(write_ring + row * writes[2], kept, mask=p_mask & live)
             if unit % tiles == 0:
                 STORE_RECORD(ring, slot, row, g, h, n, k_scale, log_decay, rate, n_mask, live, N)
                 if h % (H // G) == 0:
                     tl.store(key_ring + row * keys[2], raw_k, mask=n_mask & live)
+
+
+@triton.jit
+def record_inputs(
+    slot, row, real, g, h, n, n_mask, p_mask, key_ring, key_row, write_ring, write_row, ring, layer_params,
+    N: tl.constexpr, CHANNEL: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """(raw key, raw write vector, their scales, log decay) of the record in ring row `row`; of none zeros."""
+    rows = row + tl.arange(0, 1)
+    mask = (rows >= 0) & real
+    raw_k = tl.load(key_ring + row * key_row, mask=n_mask & real, other=0)
+    raw_u = tl.load(write_ring + row * write_row, mask=p_mask & real, other=0)
+    key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, mask)
+    log_decay = RECORD_DECAY(
+        ring, layer_params, slot, rows, h, n if CHANNEL else 0, n_mask & real if CHANNEL else mask, N
+    )
+    return raw_k, raw_u, key_scale, write_scale, log_decay
+
+
+@triton.jit
+def fold_record(S, record):
+    """A state [NP, P] after a record."""
+    raw_k, raw_u, key_scale, write_scale, log_decay = record
+    k, u = raw_k.to(tl.float32) * key_scale, raw_u.to(tl.float32) * write_scale
+    # one rounding a record, and none of the decay, which would be the same one every time
+    high, low = high_low(log_decay)
+    return high[:, None] * S + (low[:, None] * S + k[:, None] * u[None, :])
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def verify_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
     ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr, SCALED: tl.constexpr,
@@ -84,6 +84,8 @@ def verify_kernel(
     parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H // UNITS
     pid = tl.program_id(0)
     if MODE == FLUSH_ROWS:
+        if OVERLAP:
+            gdc_launch_dependents()
         # few rows are due in a step, and only the device knows which: a fixed grid walks through them
         units: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H
         due = tl.load(plan + DUE_COUNT).to(tl.int32)
@@ -99,7 +101,7 @@ def verify_kernel(
                 b, first, last, slot, tl.load(row + FOLDED), row, state,
                 state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
                 probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
-                STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
+                STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
                 CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
             if HAS_COPY:
@@ -123,21 +125,20 @@ def verify_kernel(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, state_scale,
                 copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y,
                 saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
-                DELTA, CHANNEL, SKIP, OVERLAP, LEADS, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
+                DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
                 VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
-        first_launch_done(OVERLAP, LEADS)  # also where nothing needed it
+        first_launch_done(OVERLAP)  # also where nothing needed it
     if MODE == FLUSH_ROWS and OVERLAP:
         # whoever waits for this launch counts on the one before it having ended as well
         gdc_wait()
 
 
 @triton.jit
-def first_launch_done(OVERLAP: tl.constexpr, LEADS: tl.constexpr):
+def first_launch_done(OVERLAP: tl.constexpr):
     """Wait for the weights; then the flush launch, which works on other rows, may start beside this one."""
     if OVERLAP:
         gdc_wait()
-    if LEADS:
         gdc_launch_dependents()
 
 
@@ -163,7 +164,7 @@ def verify_units(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr, LEADS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
     ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, SCALED: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
@@ -193,7 +194,7 @@ def verify_units(
     words: tl.constexpr = MODE == STEP_ROWS and CODES > 0
 
     if STAGES > 1:
-        first_launch_done(OVERLAP, LEADS)  # a pipelined loop would load later units' weights before a wait inside of it
+        first_launch_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
     for unit in tl.range(first, last, num_stages=STAGES):
         h = unit // tiles
         g = h // (H // G)
@@ -225,7 +226,7 @@ def verify_units(
             past_from = past_at + h * past_ring[3] + p[None, :]
             past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
         if STAGES == 1:
-            first_launch_done(OVERLAP, LEADS)
+            first_launch_done(OVERLAP)
         weight = weights + (b * H + h) * (T * BLOCK)
         solve = solves + (b * H + h) * ((WP + 1) * WP)
 

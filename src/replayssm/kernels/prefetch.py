@@ -1,0 +1,62 @@
+"""Hints before a launch may read anything: what it will read comes into the L2 while the launch before it still runs.
+
+A launch that starts early (programmatic dependent launch) has to wait for the one before it, which may write the plan,
+inputs, or even states. Hints read nothing, so they need not wait: only the plan's row is looked at, whatever it holds
+by then. It is a guess which is right for all layers of a step but the first; where it is wrong, other memory is asked
+for and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm.kernels.plan import FOLD_START, SLOT
+
+# one thread of the program asks for all of it, from a multiple of 16 bytes on
+ASK = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 thread;
+    .reg .b64 at;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    and.b64 at, $1, -16;
+    @first cp.async.bulk.prefetch.L2.global [at], $2;
+    mov.b32 $0, thread;
+}""")
+
+
+@triton.jit
+def prefetch(at, COUNT: tl.constexpr):
+    """Ask for COUNT elements, rounded up to 16 bytes, from the scalar pointer `at` on.
+
+    Compute capability 9.0 and later.
+    """
+    BYTES: tl.constexpr = COUNT * (at.dtype.element_ty.primitive_bitwidth // 8)
+    size = tl.full([], (BYTES + 15) // 16 * 16, tl.int32)
+    tl.inline_asm_elementwise(ASK, "=r,l,r", [at.to(tl.int64), size], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def guessed_row(plan, slots, RING_ROWS: tl.constexpr):
+    """(slot, ring row of the first record, whether both are possible) of the plan's row that `plan` points to.
+
+    Read past the L1, where what is stale by then would stay.
+    """
+    slot = tl.load(plan + SLOT, cache_modifier=".cg")
+    start = tl.load(plan + FOLD_START, cache_modifier=".cg")
+    return slot, start, (slot >= 0) & (slot < slots) & (start >= 0) & (start < RING_ROWS)
+
+
+@triton.jit
+def prefetch_records(
+    rings, slot, row, h, H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SIZES: tl.constexpr
+):  # fmt: skip
+    """Ask for ROWS rows from `row` on, of HEADS heads from h on, in `rings`: (pointer, slot, row and head stride) each.
+
+    SIZES are (heads, elements of a row and head). A head's rows lie together, so several heads are asked for whole.
+    """
+    for field in tl.static_range(len(rings)):
+        ring = rings[field]
+        at = ring[0] + slot * ring[1] + row * ring[2] + h // (H // SIZES[field][0]) * ring[3]
+        prefetch(at, ROWS * SIZES[field][1] * max(1, HEADS * SIZES[field][0] // H))
