@@ -19,6 +19,7 @@ def use_pairs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launch, "_has_e4m3", lambda: True)
     patch.setattr(formats, "halves", halves)
     patch.setattr(formats, "fma_pairs", fma_pairs)
+    patch.setattr(formats, "fma_bf16_pairs", fma_bf16_pairs)
     for name, twin in {"fp8": fp8_pairs, "int8": int8_pairs}.items():
         patch.setitem(TRITON_FORMATS, name, replace(TRITON_FORMATS[name], pairs=twin))
 
@@ -45,6 +46,24 @@ def fma_pairs(a, b, c):
     low = half(a, 0).to(tl.float64) * half(b, 0).to(tl.float64) + half(c, 0).to(tl.float64)
     high = half(a, 1).to(tl.float64) * half(b, 1).to(tl.float64) + half(c, 1).to(tl.float64)
     return pair(low, high)
+
+
+@triton.jit
+def fma_bf16_pairs(a, b, c):
+    b, c = a * 0 + b, a * 0 + c  # they may be constants
+    return bf16_fma(a, b, c) | (bf16_fma(a >> 16, b >> 16, c >> 16) << 16)
+
+
+@triton.jit
+def bf16_number(half):
+    return (half << 16).to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def bf16_fma(a, b, c):
+    """Of the numbers in the low halves. What would be rounded is cut off: codes have no bit there."""
+    number = bf16_number(a) * bf16_number(b) + bf16_number(c)
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) >> 16) & 65535
 
 
 @triton.jit

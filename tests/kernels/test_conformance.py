@@ -90,6 +90,12 @@ def test_copies_read_as_pairs_agree_with_torch(name: str, read_format: str, inte
     run(case)
 
 
+@pytest.mark.parametrize("read_format", ["nvfp4", "fp8", "int8"])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_drafts_read_copies_as_tiles(name: str, read_format: str, interpreted_pairs: None) -> None:
+    run(Case(name, geometry=WORDS, choice=BESIDE, read_format=read_format, verify_len=4, steps=4))
+
+
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_what_suits_chains_only_is_not_used_for_trees(name: str) -> None:
     """The form that goes from token to token, and the window of 1 that belongs to it."""

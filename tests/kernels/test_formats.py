@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.kernels.drafts import load_words, words_dot
 from replayssm.kernels.formats import (
     PAIR_SUM_ERROR,
     TRITON_FORMATS,
@@ -18,7 +19,6 @@ from replayssm.kernels.formats import (
     scaled_codes,
     state_rows,
     store_probe,
-    word_dot,
     word_sums,
 )
 from replayssm.kernels.verify import load_copy
@@ -62,6 +62,7 @@ def read_kernel(
     copy, probes, packed, sums, dots,
     N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
     BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr, PROBE_BITS: tl.constexpr,
+    TILE: tl.constexpr, TILE_FACTOR: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -82,11 +83,19 @@ def read_kernel(
     out = sums + h * (2 * P) + p
     tl.store(out, tl.sum(q, 0), mask=p < P)
     tl.store(out + P, tl.sum(k, 0), mask=p < P)
-    words, scales, column = load_copy(copy, 1, h, p, N, P, max(16, N // CODES), CODES, BLOCKS)
-    i = tl.arange(0, 16)[:, None]
-    scale = scales[0] if BLOCKS > 1 else 1.0
-    found = word_dot(words[0], scale, column, probes + i * N, i < 2, N, CODES, BLOCKS, VALUE, FACTOR, NATIVE)
-    tl.store(dots + h * (2 * P) + i * P + p[None, :], found, mask=(i < 2) & (p < P)[None, :])
+    J: tl.constexpr = BLOCK_P // 8
+    eight, together, c = tl.arange(0, 8), tl.arange(0, J), tl.arange(0, 8)
+    columns = tl.program_id(1) * BLOCK_P + eight[None, :, None, None] * J + together[None, None, None, :]
+    words, scales = load_words(copy, 1, h, columns, columns < P, N, P, CODES, BLOCKS)
+    probe = (probes + c % 2 * N)[None, :, None, None]
+    found = words_dot(
+        words, scales, probe, (c < 2)[None, :, None, None],
+        N, 8, CODES, BLOCKS, FACTOR, VALUE, NATIVE, TILE, TILE_FACTOR,
+    )  # fmt: skip
+    row = tl.arange(0, J * 8)
+    p = tl.program_id(1) * BLOCK_P + row % 8 * J + row // 8
+    found *= tl.load(copy[1][0] + copy[1][1] + h * P + p, mask=p < P, other=0)[:, None]
+    tl.store(dots + h * (2 * P) + c[None, :] * P + p[:, None], found, mask=(c < 2)[None, :] & (p < P)[:, None])
 
 
 def state(seed: int, keys: int) -> Tensor:
@@ -188,7 +197,7 @@ def read(
     read_kernel[(H, 2)](
         copy_argument(name, parts), probes, memory, sums, dots, keys, P, BLOCK_P, rows,
         constants["CODES"], constants["BLOCKS"], constants["FACTOR"], constants["VALUE"], constants["NATIVE"],
-        probe_bits(name) if packed else 0,
+        probe_bits(name) if packed else 0, constants["TILE"], constants["TILE_FACTOR"],
     )  # fmt: skip
     expected = torch.einsum("in,hnp->hip", probes.double(), form.decode(encoded, torch.float64)[0])
     return max(error(sums[:, i], expected[:, i]) for i in range(2)), error(dots, expected)

@@ -111,14 +111,7 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         steps = [Tile(32, 2, 1), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32, 1, 1), Tile(64, 1, 1), Tile(64, 2, 1)]
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
-        steps = [
-            Tile(32, 8, 2, 3),
-            Tile(64, 8, 4, 3),
-            Tile(64, 4, 4, 2),
-            Tile(32, 1, 4),
-            Tile(64, 1, 4),
-            Tile(16, 1, 2),
-        ]
+        steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
         flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
         yield from new(Choice(step, flushes[0]))

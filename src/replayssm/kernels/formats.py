@@ -35,6 +35,8 @@ PROBE_FACTOR = tl.constexpr(2.0**64)
 Where codes become such numbers, probes from 2^-64 to 2^63 keep all their digits.
 """
 SIGNS, SIZES = tl.constexpr(nvfp4.SIGNS), tl.constexpr(nvfp4.SIZES)
+MINUS_ZERO = tl.constexpr(-2147450880)
+"""A pair of bf16 or fp16 numbers that changes no sum."""
 FP16_MAX = 65504.0
 PAIRS_IN_SUM = tl.constexpr(8)
 """Products of pairs that are added up in fp16, at most."""
@@ -62,6 +64,8 @@ class TritonFormat:
             times 1 / pair_factor, with what GPUs from compute capability 8.9 have.
         pair_factor: see `pairs`; a power of two.
         largest_pair: the largest of those numbers.
+        tile: (words, codes of block scales) -> bf16, see `word_tile`, with the same.
+        tile_factor: what its numbers are to be multiplied with; a power of two.
     """
 
     parts: tuple[str, ...]
@@ -74,6 +78,8 @@ class TritonFormat:
     pairs: Any
     pair_factor: float
     largest_pair: float
+    tile: Any
+    tile_factor: float
 
 
 @triton.jit
@@ -220,39 +226,49 @@ def halves(pairs):
 
 
 @triton.jit
-def word_dot(
-    words, scales, column, probe_at, mask,
-    N: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Products [D, P] of probes with a state.
+def fma_bf16_pairs(a, b, c):
+    """a b + c of int32 that are pairs of bf16 numbers, rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
+    )
 
-    Args:
-        words: [N / CODES, P].
-        scales: of the words' blocks [N / CODES, P]; read when there is more than one block.
-        column: scales of columns [P].
-        probe_at: pointers to the first element of D probes, [D, 1].
-        mask: [D, 1], which of them count.
+
+@triton.jit
+def bf16_halves(pairs):
+    """The two bf16 numbers of each int32, in a last dimension of 2."""
+    low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def word_tile(
+    words, scales,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Codes of words [A, B, C, D] times the scales of their blocks, times 1 / TILE_FACTOR: bf16 [A, B, C, D, CODES].
+
+    Nothing is rounded: a code and its block's scale have 8 bits together, at most. `scales` are codes of scales, as
+    int32 of the words' shape; read when there is more than one block.
     """
-    r = tl.arange(0, words.shape[0])
-    key = first_keys(r, N, CODES, BLOCKS)
-    mask = mask & (r < N // CODES)[None, :]  # products have at least 16 word rows
-    found = tl.zeros([probe_at.shape[0], words.shape[1]], tl.float32)
     if NATIVE:
-        pairs = VALUE(words)
-    for c in tl.static_range(CODES):
-        if NATIVE:
-            x = halves(pairs[c // 2])[c % 2] * FACTOR
-        else:
-            x = VALUE(words, c) * FACTOR
-        if BLOCKS > 1:
-            x *= scales
-        probe = tl.load(probe_at + (key + c)[None, :], mask=mask, other=0)
-        if probe.dtype == tl.float32:
-            found = tl.dot(probe, x, found, input_precision="tf32x3")
-        else:
-            found = tl.dot(probe, x.to(probe.dtype), found)  # codes with scales of blocks have 8 bits at most
-    return found * column[None, :]
+        return TILE(words, scales)
+    else:
+        scale = block_scale(scales) if BLOCKS > 1 else 1.0
+        x = four_values(words, scale, 0, FACTOR, VALUE)
+        if CODES == 8:
+            x = tl.permute(tl.join(x, four_values(words, scale, 4, FACTOR, VALUE)), [0, 1, 2, 3, 6, 4, 5])
+        x = tl.reshape(x, words.shape + [CODES])
+        # cutting off what is zero is a rounding that every GPU has, and the interpreter
+        return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def four_values(words, scale, c: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr):
+    """Codes c to c + 3 of words [...] times `scale`, as fp32 [..., 2, 2]."""
+    even = tl.join(VALUE(words, c) * FACTOR * scale, VALUE(words, c + 2) * FACTOR * scale)
+    odd = tl.join(VALUE(words, c + 1) * FACTOR * scale, VALUE(words, c + 3) * FACTOR * scale)
+    return tl.join(even, odd)
 
 
 @triton.jit
@@ -389,6 +405,17 @@ def fp8_pairs(words):
 
 
 @triton.jit
+def fp8_tile(words, scales):
+    LIFT: tl.constexpr = 2072017792  # 2^120 twice
+    even = ((words << 8) & -2147450880) | ((words << 4) & 133171184)  # 0x80008000, 0x07F007F0
+    odd = (words & -2147450880) | ((words >> 4) & 133171184)
+    halves = tl.join(
+        bf16_halves(fma_bf16_pairs(even, LIFT, MINUS_ZERO)), bf16_halves(fma_bf16_pairs(odd, LIFT, MINUS_ZERO))
+    )
+    return tl.reshape(halves, words.shape + [4])
+
+
+@triton.jit
 def fp8_code(x, c: tl.constexpr):
     # not by the conversion that GPUs from compute capability 8.9 have: a fold beside it would spill
     return e4m3_code(tl.minimum(tl.maximum(x, -448.0), 448.0)) << (8 * c)
@@ -419,6 +446,19 @@ def int8_pairs(words):
 
 
 @triton.jit
+def int8_tile(words, scales):
+    return tl.reshape(tl.join(bytes_as_bf16(words), bytes_as_bf16(words >> 8)), words.shape + [4])
+
+
+@triton.jit
+def bytes_as_bf16(words):
+    """Integers in the first and the third byte of words."""
+    # 0x4300 is 128 as bf16, whose last bit is 1, and 0x4380 is 256: 128 + low bits, less 128 or 256 by the sign
+    raised = (words & 16711935) | 1124090624
+    return bf16_halves(fma_bf16_pairs(raised & -8323200, -1082081408, raised & -8388737))
+
+
+@triton.jit
 def int8_code(x, c: tl.constexpr):
     # 1.5 * 2^23 is where fp32 numbers are spaced by 1: to the nearest even integer
     code = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True) & 255
@@ -443,6 +483,25 @@ def nvfp4_pairs(words):
 
 
 @triton.jit
+def nvfp4_tile(words, scales):
+    # as fp32 numbers have them, codes are less than 2^-123: products with scales that are raised by 2^100 are not
+    raised = fma_bf16_pairs(scales * 1048592, 2072017792, MINUS_ZERO)  # twice in a word; 2^120
+    raised = fma_bf16_pairs(raised, 1904243072, MINUS_ZERO)  # 2^100
+    low = tl.join(nvfp4_half(words, raised, 0), nvfp4_half(words, raised, 2))
+    high = tl.join(nvfp4_half(words, raised, 1), nvfp4_half(words, raised, 3))
+    return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 2, 3, 5, 6, 4]), words.shape + [8])
+
+
+@triton.jit
+def nvfp4_half(words, raised, i: tl.constexpr):
+    """Codes 2 i and 2 i + 1 of words times scales."""
+    SIGN: tl.constexpr = 15 - SIGNS[i]
+    UP: tl.constexpr = 6 - SIZES[i]
+    pairs = ((words << SIGN) & -2147450880) | ((words << max(UP, 0) >> max(-UP, 0)) & 29360576)  # 0x01C001C0
+    return bf16_halves(fma_bf16_pairs(pairs, raised, MINUS_ZERO))
+
+
+@triton.jit
 def nvfp4_code(x, c: tl.constexpr):
     SIGN: tl.constexpr = SIGNS[c // 2] + 16 * (c % 2)
     size = tl.minimum(tl.abs(x), 6.0)
@@ -455,8 +514,12 @@ def nvfp4_code(x, c: tl.constexpr):
 
 
 TRITON_FORMATS = {
-    "fp8": TritonFormat(("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_code, 448.0, fp8_pairs, 1.0, 448.0),
-    "int8": TritonFormat(("", ".scale"), 8, 0, int8_value, 1.0, int8_code, 127.0, int8_pairs, 1.0, 127.0),
+    "fp8": TritonFormat(
+        ("", ".scale"), 8, 0, fp8_value, 2.0**120, fp8_code, 448.0, fp8_pairs, 1.0, 448.0, fp8_tile, 1.0
+    ),
+    "int8": TritonFormat(
+        ("", ".scale"), 8, 0, int8_value, 1.0, int8_code, 127.0, int8_pairs, 1.0, 127.0, int8_tile, 1.0
+    ),
     "nvfp4": TritonFormat(
         parts=("", ".column_scale", ".scale"),
         bits=4,
@@ -468,6 +531,8 @@ TRITON_FORMATS = {
         pairs=nvfp4_pairs,
         pair_factor=2.0**14,
         largest_pair=6 * 2.0**-14,
+        tile=nvfp4_tile,
+        tile_factor=2.0**26,
     ),
 }
 assert TRITON_FORMATS.keys() <= FORMATS.keys()
@@ -485,6 +550,8 @@ def format_constants(name: str | None, key_dim: int, native: bool = False) -> di
         "BLOCKS": key_dim // form.block if form.block else 1,
         "FACTOR": form.pair_factor if native else form.factor,
         "VALUE": form.pairs if native else form.value,
+        "TILE": form.tile,
+        "TILE_FACTOR": form.tile_factor if native else 1.0,
         "CODE": form.code,
         "LARGEST_CODE": form.largest,
     }

@@ -251,11 +251,11 @@ def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
 @cache
 def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
-    # delta rules keep the corrections in rows behind the outputs
-    outputs = 2 * triton.next_power_of_2(tokens) if layout.recurrence.delta_rule else tokens
+    # delta rules have a correction for each output; products have tokens in columns (kernels/drafts.py) or in rows
+    outputs = triton.next_power_of_2(tokens) * (2 if layout.recurrence.delta_rule else 1)
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": max(16, outputs),
+        "TP": max(8 if mode == STEP_ROWS.value else 16, outputs),
         "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,

@@ -174,7 +174,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         scaled = layout.config.checkpoint_format == "fp8"
         step, flush = _fit(layout, 64, 1, 1), _fit(layout, folded, 8, 2, 2)
         if tokens > 1:
-            step, flush = _fit(layout, 64, 4, 4, 3), _fit(layout, 16, 8, 2, 2)
+            step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2)
         # a fold that solves the window holds a matrix, too, and of fp8 checkpoints codes and scales
         if layout.read_format and recurrence.delta_rule and (layout.config.window > 16 or scaled):
             flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 16, 1, 4)
@@ -182,9 +182,8 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
             flush = _fit(layout, 32, 1, 4 if layout.config.window <= 16 else 8)
         return Choice(step, flush), "codes are read: rows that fold get a launch of their own"
     if tokens > 1:
-        wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
-        step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide
-        return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
+        flush = _fit(layout, 16, 1, 4) if channel else _fit(layout, 16, 8, 2, 2)
+        return Choice(_drafts(layout, tokens), flush), "several tokens: rows that fold get a launch of their own"
     if batch * geometry.heads * math.ceil(geometry.value_dim / 16) <= FEW_UNITS:
         if channel:
             return Choice(_fit(layout, 16, 1, 2), recurrent=True), "few rows with channel decays: record by record"
@@ -201,6 +200,14 @@ def _fit(layout: StateLayout, block_p: int, units: int, num_warps: int, num_stag
     longer = max(1, geometry.key_dim // 128)
     units = math.gcd(units, geometry.heads * math.ceil(geometry.value_dim / block_p))
     return Tile(block_p, units, num_warps * longer, num_stages if units > 1 else 1)
+
+
+def _drafts(layout: StateLayout, tokens: int) -> Tile:
+    """The tile of a step of several tokens: one warp (kernels/drafts.py), whose registers hold all of a unit."""
+    geometry = layout.geometry
+    crowded = tokens > 4 or layout.recurrence.decay == "channel" or geometry.key_dim > 128
+    half = geometry.value_dim % 32 or (crowded and read_codes(layout) is None)
+    return Tile(16 if half else 32)
 
 
 @cache

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
+from replayssm.kernels.drafts import append, draft_units, first_launch_done
 from replayssm.kernels.exact import (
     channel_answers,
     channel_keys,
@@ -37,7 +38,6 @@ from replayssm.kernels.formats import (
     round_copy,
     scaled_codes,
     state_rows,
-    word_dot,
     word_sums,
 )
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, POSITION, SLOT, TOKENS
@@ -57,8 +57,9 @@ def verify_kernel(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr, LARGEST_CODE: tl.constexpr, SCALED: tl.constexpr,
-    HAS_COPY: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    TILE: tl.constexpr, TILE_FACTOR: tl.constexpr, ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, SCALED: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
+    MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
@@ -120,6 +121,14 @@ def verify_kernel(
         folded = tl.load(row + FOLDED)
         if slot < 0:
             zero_units(b, pid % parts, y, P, T, BLOCK_P, UNITS)
+        elif T > 1 and MODE == STEP_ROWS:
+            if folded == 0:
+                draft_units(
+                    b, pid % parts * UNITS, slot, row, state, state_slot, copy, writes, values, key, query, value,
+                    layer_params, weights, probes, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, UNITS,
+                    STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
+                    TILE, TILE_FACTOR, HAS_COPY,
+                )  # fmt: skip
         elif MODE == ALL_ROWS or folded == 0:
             verify_units(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, state_scale,
@@ -132,14 +141,6 @@ def verify_kernel(
     if MODE == FLUSH_ROWS and OVERLAP:
         # whoever waits for this launch counts on the one before it having ended as well
         gdc_wait()
-
-
-@triton.jit
-def first_launch_done(OVERLAP: tl.constexpr):
-    """Wait for the weights; then the flush launch, which works on other rows, may start beside this one."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -284,9 +285,9 @@ def verify_units(
             )  # fmt: skip
         else:
             several_tokens(
-                b, h, g, p, n, S, scales, column, past, tokens, empty, start + records, j < history, slot, writes,
-                values, key, query, value, layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK,
-                MODE, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, HAS_COPY,
+                b, h, g, p, n, S, past, tokens, start + records, j < history, slot, writes, values, key, query, value,
+                layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK, MODE, DELTA, CHANNEL, SKIP,
+                TOKEN_SKIP, HAS_COPY,
             )  # fmt: skip
 
 
@@ -369,13 +370,6 @@ def one_token(
 
 
 @triton.jit
-def append(ring, slot, h, row, p, x, mask):
-    """Put `x` into columns p of ring row(s) `row`."""
-    at = ring[0] + slot * ring[1] + row * ring[2] + h * ring[3] + p
-    tl.store(at, x.to(ring[0].dtype.element_ty), mask=mask, eviction_policy="evict_last")
-
-
-@triton.jit
 def load_copy(
     copy, slot, h, p, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -434,13 +428,11 @@ def add_past(sums, past, weight):
 
 @triton.jit
 def several_tokens(
-    b, h, g, p, n, S, scales, column, past, tokens, empty, ring_start, shown, slot, writes, values, key, query, value,
-    layer_params, weight, probes, y,
+    b, h, g, p, n, S, past, tokens, ring_start, shown, slot, writes, values, key, query, value, layer_params, weight,
+    probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
-    SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
-    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
-    HAS_COPY: tl.constexpr,
+    SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
     """The same for T tokens at once, as products of small matrices with TP rows.
 
@@ -464,26 +456,9 @@ def several_tokens(
         if DELTA:
             k_at = key[0] + b * key[1] + t_row[:, None] * key[2] + g * N
             probe_at = tl.where(corrects[:, None], k_at, probe_at)
-    if CODES > 0 and MODE == STEP_ROWS:
-        out = word_dot(
-            S[0],
-            scales[0] if BLOCKS > 1 else 1.0,
-            column,
-            probe_at,
-            probe_live,
-            N,
-            CODES,
-            BLOCKS,
-            VALUE,
-            FACTOR,
-            NATIVE,
-        )
-    else:
-        out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
+    out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
     if not CHANNEL:
         out *= tl.load(token + scalars + kind, mask=in_step, other=0)[:, None]
-    if MODE == STEP_ROWS:
-        out = tl.where(empty, 0.0, out)
     if MODE != FLUSH_ROWS:
         past_at = (token + kind * WP)[:, None] + j[None, :]
         past_weight = tl.load(past_at, mask=in_step[:, None] & shown[None, :], other=0)

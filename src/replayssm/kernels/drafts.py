@@ -1,0 +1,326 @@
+"""A step of several tokens for rows that are not due: a unit of kernels/verify.py on tensor cores, all tokens at once.
+
+Tensor cores take each operand from the registers of certain lanes. What is summed over (key rows, ring rows) may come
+in any order, and so may columns: here they come in the order in which lanes load them from memory, 16 bytes at a time,
+so that states and codes go from memory to products without an exchange between lanes and without shared memory. For
+that
+
+- a tile begins with a dimension of 4 and one of 8, which become the lanes, and ends with what lies together in memory;
+- columns are the rows of a product and tokens its columns, of which 8 are the fewest (16 would be half empty);
+- delta rules have a token's output and its correction in neighbouring columns, and so in the same lane.
+
+The layouts are the compiler's choice: another choice would cost time and change nothing else. Programs of one warp.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from replayssm.kernels.exact import cut
+from replayssm.kernels.formats import first_keys, word_tile
+from replayssm.kernels.plan import EMPTY, FOLD_START, HISTORY, TOKENS
+
+
+@triton.jit
+def quad_rows(ROWS: tl.constexpr):
+    """Row numbers [4, 1, ROWS / 16, 4, 1] of a tile [4, 8, ROWS / 16, 4, J]."""
+    four = tl.arange(0, 4)
+    rest = tl.arange(0, ROWS // 16)
+    return four[:, None, None, None, None] * 4 + rest[None, None, :, None, None] * 16 + four[None, None, None, :, None]
+
+
+@triton.jit
+def quads_left(tile, WIDE: tl.constexpr):
+    """A tile [4, 8, R, 4, J] of R x 16 rows and 8 x J columns as the left operand of a product [J x 8, R x 16].
+
+    WIDE: whether a lane has two neighbours of the rows, as products with 16-bit operands take them, or one.
+    """
+    R: tl.constexpr = tile.shape[2]
+    J: tl.constexpr = tile.shape[4]
+    if WIDE:
+        split = tl.permute(tl.reshape(tile, [4, 8, R, 2, 2, J]), [5, 1, 2, 3, 0, 4])
+    else:
+        split = tl.permute(tl.reshape(tile, [4, 8, R, 2, 2, J]), [5, 1, 2, 3, 4, 0])
+    return tl.reshape(split, [J * 8, R * 16])
+
+
+@triton.jit
+def quads_right(tile, WIDE: tl.constexpr):
+    """A tile [4, C, R, 4] as the right operand [R x 16, C], rows in the order of `quads_left`."""
+    C: tl.constexpr = tile.shape[1]
+    R: tl.constexpr = tile.shape[2]
+    if WIDE:
+        split = tl.permute(tl.reshape(tile, [4, C, R, 2, 2]), [2, 3, 0, 4, 1])
+    else:
+        split = tl.permute(tl.reshape(tile, [4, C, R, 2, 2]), [2, 3, 4, 0, 1])
+    return tl.reshape(split, [R * 16, C])
+
+
+@triton.jit
+def dot_parts(a, b):
+    """a @ b of a bf16 `a` and an fp32 `b`, exact to fp32: `b` is the sum of three bf16 parts, smallest first."""
+    high, rest = cut(b)
+    middle, rest = cut(rest)
+    low, _ = cut(rest)
+    return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
+
+
+@triton.jit
+def dot_halves(a, b):
+    """a @ b of an fp32 `a` and a `b` of 11 bits or fewer, in two products.
+
+    `a` is the sum of two parts of 11 bits, the first rounded to nearest. The other may have 12 bits, of which tensor
+    cores drop the last: of a term at most its last bit is wrong, in both directions alike (docs/numerics.md).
+    """
+    high = ((a.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    low = tl.dot(a - high, b, input_precision="tf32")
+    return tl.dot(high, b, low, input_precision="tf32")
+
+
+@triton.jit
+def rows_dot(S, probe, live, N: tl.constexpr):
+    """Products [J x 8, TP] of a state's columns [4, 8, NP / 16, 4, J] with probes, which `probe` [TP] points to."""
+    NP: tl.constexpr = S.shape[2] * 16
+    four = tl.arange(0, 4)
+    n = four[:, None, None, None] * 4 + tl.arange(0, NP // 16)[None, None, :, None] * 16 + four[None, None, None, :]
+    taken = tl.load(probe[None, :, None, None] + n, mask=live[None, :, None, None] & (n < N), other=0)
+    if taken.dtype == tl.float32:
+        S = S.to(tl.float32)
+        return tl.dot(quads_left(S, False), quads_right(taken, False), input_precision="tf32x3")
+    elif S.dtype == taken.dtype:
+        return tl.dot(quads_left(S, True), quads_right(taken, True))
+    elif S.dtype == tl.float32:
+        return dot_halves(quads_left(S, True), quads_right(taken.to(tl.float32), True))
+    else:  # both have 11 bits or fewer
+        S, taken = S.to(tl.float32), taken.to(tl.float32)
+        return tl.dot(quads_left(S, True), quads_right(taken, True), input_precision="tf32")
+
+
+@triton.jit
+def probe_pointers(
+    b, h, g, t_row, kind, query, key, probes,
+    H: tl.constexpr, N: tl.constexpr, T: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first element of what tokens `t_row` multiply states with: the query, or where `kind` the key."""
+    if CHANNEL:
+        at = probes + (((b * H + h) * T + t_row) * 2 + kind) * N
+    else:
+        at = query[0] + b * query[1] + t_row * query[2] + g * N
+        if DELTA:
+            at = tl.where(kind > 0, key[0] + b * key[1] + t_row * key[2] + g * N, at)
+    return at
+
+
+@triton.jit
+def load_words(
+    copy, slot, h, p, p_mask, N: tl.constexpr, P: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Words [D, 8, R / D, J] of columns `p` [1, 8, 1, J], and codes of their blocks' scales where there are such."""
+    R: tl.constexpr = N // CODES
+    D: tl.constexpr = min(4, R)
+    d, rest = tl.arange(0, D)[:, None, None, None], tl.arange(0, R // D)[None, None, :, None]
+    r = rest * D + d
+    at = copy[0][0] + slot * copy[0][1] + h * (R * P)
+    words = tl.load(at + r * P + p, mask=p_mask & (r >= 0), other=0, eviction_policy="evict_first")
+    scales = 0
+    if BLOCKS > 1:
+        at = copy[2][0] + slot * copy[2][1] + h * (BLOCKS * P)
+        if BLOCKS % D == 0:  # both words of a block are in the same lane
+            half = tl.arange(0, BLOCKS // D)[None, None, :, None] * D + d
+            scales = tl.load(at + half * P + p, mask=p_mask & (half >= 0), other=0).to(tl.int32)
+            scales = tl.reshape(tl.permute(tl.join(scales, scales), [0, 1, 4, 2, 3]), words.shape)
+        else:
+            scales = tl.load(at + r % BLOCKS * P + p, mask=p_mask & (r >= 0), other=0).to(tl.int32)
+    return words, scales
+
+
+@triton.jit
+def words_dot(
+    words, scales, probe, live,
+    N: tl.constexpr, TP: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr,
+    VALUE: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, TILE_FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Products [J x 8, TP] of words with probes, which `probe` [1, TP, 1, 1] points to where they are live.
+
+    Scales of columns are not in them.
+    """
+    D: tl.constexpr = words.shape[0]
+    J: tl.constexpr = words.shape[3]
+    r = tl.arange(0, words.shape[2])[None, None, :, None] * D + tl.arange(0, D)[:, None, None, None]
+    key = first_keys(r, N, CODES, BLOCKS) + tl.arange(0, CODES)[None, None, None, :]
+    taken = tl.load(probe + key, mask=live & (key >= 0), other=0)
+    taken = tl.reshape(tl.permute(taken, [2, 0, 3, 1]), [N, TP])
+    codes = word_tile(words, scales, CODES, BLOCKS, FACTOR, VALUE, NATIVE, TILE)
+    codes = tl.reshape(tl.permute(codes, [3, 1, 2, 0, 4]), [J * 8, N])
+    if taken.dtype == tl.bfloat16:
+        found = tl.dot(codes, taken)
+    else:
+        found = dot_parts(codes, taken.to(tl.float32))
+    return found * TILE_FACTOR if NATIVE else found
+
+
+@triton.jit
+def tokens_last(product, DELTA: tl.constexpr, MORE: tl.constexpr):
+    """A product [J x 8, TP] as outputs and corrections, [4, 8, TH, J] each: token i + 4 k at [i, :, k].
+
+    Without corrections the columns that delta rules keep them in are those of tokens from 4 on, if there are MORE.
+    """
+    J: tl.constexpr = product.shape[0] // 8
+    TH: tl.constexpr = product.shape[1] // 8
+    split = tl.reshape(product, [J, 8, TH, 4, 2])
+    first, second = tl.split(tl.permute(split, [3, 1, 2, 0, 4]))
+    if MORE and not DELTA:
+        both = tl.permute(tl.join(first, second), [0, 1, 2, 4, 3])
+        first = tl.reshape(both, [4, 8, TH * 2, J])
+    return first, second
+
+
+@triton.jit
+def draft_units(
+    b, first, slot, plan, state, state_slot, copy, writes, values, key, query, value, layer_params, weights, probes, y,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
+    NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    UNITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, CODES: tl.constexpr, BLOCKS: tl.constexpr,
+    FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, TILE_FACTOR: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+):  # fmt: skip
+    """Units first..first + UNITS - 1 of the live batch row b, whose row of the plan `plan` points to."""
+    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    # what counts rows is small, and 64-bit remainders are slow
+    tokens, history = tl.load(plan + TOKENS).to(tl.int32), tl.load(plan + HISTORY).to(tl.int32)
+    start, empty = tl.load(plan + FOLD_START).to(tl.int32), tl.load(plan + EMPTY) != 0
+    state += slot * state_slot
+    if STAGES > 1:
+        first_launch_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
+    for unit in tl.range(first, first + UNITS, num_stages=STAGES):
+        h = unit // tiles
+        draft_unit(
+            b, h, h // (H // G), unit % tiles * BLOCK_P, slot, start, history, tokens, empty, state, copy, writes,
+            values, key, query, value, layer_params, weights + (b * H + h) * (T * BLOCK), probes, y, H, N, P, T,
+            RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS,
+            FACTOR, VALUE, NATIVE, TILE, TILE_FACTOR, HAS_COPY, STAGES == 1,
+        )  # fmt: skip
+
+
+@triton.jit
+def draft_unit(
+    b, h, g, first, slot, start, records, tokens, empty, state, copy, writes, values, key, query, value, layer_params,
+    weight, probes, y,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr,
+    TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
+    TILE: tl.constexpr, TILE_FACTOR: tl.constexpr, HAS_COPY: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Outputs and write vectors of a row's tokens in BLOCK_P columns of one head, from column `first` on.
+
+    `weight` points to the head's weights, `records` are the row's history. See `kernels.verify` for all other names.
+    """
+    J: tl.constexpr = BLOCK_P // 8
+    MORE: tl.constexpr = T > 4
+    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
+    drafts: tl.constexpr = (2 if DELTA else 1) * WP
+    eight, together = tl.arange(0, 8), tl.arange(0, J)
+    p = first + eight[None, :, None, None] * J + together[None, None, None, :]
+    p_mask = p < P
+
+    # what does not depend on the first launch
+    if CODES > 0:
+        words, scales = load_words(copy, slot, h, p, p_mask, N, P, CODES, BLOCKS)
+        column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p_mask, other=0)
+    else:
+        n = quad_rows(NP)
+        state_at = state + h * (N * P) + n * P + p[:, :, :, None, :]
+        S = tl.load(state_at, mask=(n < N) & p_mask[:, :, :, None, :], other=0, eviction_policy="evict_first")
+    j = quad_rows(WP)
+    row = start + j
+    row -= tl.where(row >= RING_ROWS, RING_ROWS, 0)  # beyond the records it may need more, and nothing is read
+    past_at = writes[0] + slot * writes[1] + row * writes[2] + h * writes[3] + p[:, :, :, None, :]
+    past = tl.load(past_at, mask=(j < records) & p_mask[:, :, :, None, :], other=0, eviction_policy="evict_first")
+    if WAITS:
+        first_launch_done(OVERLAP)
+
+    # the columns of products: see `tokens_last`
+    c = tl.arange(0, TP)
+    if DELTA:
+        kind, c_token = c % 2, c // 8 * 4 + c % 8 // 2
+    else:
+        kind, c_token = c * 0, c // 8 * 8 + c % 2 * 4 + c % 8 // 2
+    c_live = c_token < (T if CHANNEL else tokens)
+    probe = probe_pointers(b, h, g, c_token, kind, query, key, probes, H, N, T, DELTA, CHANNEL)
+    if CODES > 0:
+        found = words_dot(
+            words, scales, probe[None, :, None, None], c_live[None, :, None, None],
+            N, TP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, TILE, TILE_FACTOR,
+        )  # fmt: skip
+    else:
+        found = rows_dot(S, probe, c_live, N)
+    out, answer = tokens_last(found, DELTA, MORE)
+    taken = (weight + c_token * BLOCK + kind * WP)[None, :, None, None]
+    four = tl.arange(0, 4)
+    j = four[:, None, None, None] * 4 + tl.arange(0, WP // 16)[None, None, :, None] * 16 + four[None, None, None, :]
+    taken = tl.load(taken + j, mask=(c_token < T)[None, :, None, None] & (j >= 0), other=0)
+    if past.dtype == tl.bfloat16:
+        found = dot_parts(quads_left(past, True), quads_right(taken, True))
+    else:
+        found = tl.dot(quads_left(past.to(tl.float32), False), quads_right(taken, False), input_precision="tf32x3")
+    past_out, past_answer = tokens_last(found, DELTA, MORE)
+
+    t = four[:, None, None, None] + 4 * tl.arange(0, out.shape[2])[None, None, :, None]
+    token = weight + t * BLOCK
+    in_step, live = t < T, t < tokens
+    if CODES > 0:
+        out *= column
+    if not CHANNEL:
+        out *= tl.load(token + scalars, mask=in_step, other=0)
+    out = tl.where(empty, 0.0, out) + past_out
+    v_at = value[0] + b * value[1] + h * P + p
+    v = tl.load(v_at + t * value[2], mask=live & p_mask, other=0)
+    if SKIP:
+        out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
+    if DELTA:
+        if CODES > 0:
+            answer *= column
+        if not CHANNEL:
+            answer *= tl.load(token + scalars + 1, mask=in_step, other=0)
+        answer = tl.where(empty, 0.0, answer) + past_answer
+        rate = tl.load(token + scalars + 2, mask=in_step, other=0)
+        u = (v.to(tl.float32) - answer) * rate
+        for s in tl.static_range(T):  # forward substitution
+            known = tl.sum(tl.sum(tl.where(t == s, u, 0.0), 2), 0)[None, :, None, :]
+            to_k = tl.load(token + drafts + T + s, mask=in_step & (t > s), other=0)
+            u -= to_k * rate * known
+            out += tl.load(token + drafts + s, mask=in_step & (t >= s), other=0) * known
+        kept = u
+    else:
+        for s in tl.static_range(T):
+            to_q = tl.load(token + drafts + s, mask=in_step & (t >= s), other=0)
+            draft = tl.load(v_at + t * 0 + s * value[2], mask=(s < tokens) & p_mask & in_step, other=0)
+            out += to_q * tl.load(weight + s * BLOCK + scalars + 2) * draft.to(tl.float32)
+        kept = v
+
+    rounded = tl.where(live, out, 0.0).to(y[0].dtype.element_ty)
+    y_at = y[0] + b * y[1] + t * y[2] + h * P + p
+    tl.store(y_at, rounded, mask=in_step & p_mask, eviction_policy="evict_last")
+    rows = (start + records + t) % RING_ROWS
+    append(writes, slot, h, rows, p, kept, live & p_mask)
+    if HAS_COPY and DELTA:
+        append(values, slot, h, rows, p, v, live & p_mask)
+
+
+@triton.jit
+def first_launch_done(OVERLAP: tl.constexpr):
+    """Wait for the weights; then the flush launch, which works on other rows, may start beside this one."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def append(ring, slot, h, row, p, x, mask):
+    """Put `x` into columns p of ring row(s) `row`."""
+    at = ring[0] + slot * ring[1] + row * ring[2] + h * ring[3] + p
+    tl.store(at, x.to(ring[0].dtype.element_ty), mask=mask, eviction_policy="evict_last")
