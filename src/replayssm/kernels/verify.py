@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.drafts import append, draft_units, first_launch_done
 from replayssm.kernels.exact import (
