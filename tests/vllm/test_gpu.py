@@ -14,7 +14,7 @@ from .tiny import save
 pytestmark = pytest.mark.gpu
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-GRAPHS = {"enforce_eager": False, "gpu_memory_utilization": 0.2}
+GRAPHS = {"enforce_eager": False, "gpu_memory_utilization": 0.05}
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
