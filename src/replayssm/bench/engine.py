@@ -238,34 +238,19 @@ def measure(folder: str, side: str, request: EngineRequest) -> None:
 
 
 def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    generator = torch.Generator().manual_seed(batch)
-    names = [f"{batch}-{row}" for row in range(batch)]
-    params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True, detokenize=False)
-    for name in names:
-        tokens = torch.randint(vocabulary, (request.context,), generator=generator).tolist()
-        engine.add_request(name, {"prompt_token_ids": tokens}, params)
-    lengths: dict[str, int] = {}
-    texts: dict[str, list[int]] = {}
-
-    def step() -> None:
-        for output in engine.step():
-            tokens = output.outputs[0].token_ids
-            lengths[output.request_id] = len(tokens)
-            if len(texts.get(output.request_id, ())) < COMPARED:
-                texts[output.request_id] = list(tokens[:COMPARED])
-
-    while len(lengths) < batch:
-        step()
+    running = _Running(engine, torch.Generator().manual_seed(batch), vocabulary)
+    running.begin(batch, request.context)
     for _ in range(WARM_UP):
-        step()
-    before = sum(lengths.values())
-    times = wall_laps(step, request.steps)
-    produced = sum(lengths.values()) - before
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
+        running.step()
+    before = sum(running.lengths.values())
+    times = wall_laps(running.step, request.steps)
+    produced = sum(running.lengths.values()) - before
+    running.end()
+    while len(running.texts) < COMPARED_ROWS:  # of the steps of small batches, too, enough is compared
+        running.begin(batch, request.context)
+        for _ in range(COMPARED):
+            running.step()
+        running.end()
     total = sum(times)
     return {
         "us": total / len(times),
@@ -275,8 +260,51 @@ def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> 
         "tok_s": 1e6 * produced / total,
         "tokens": produced,
         "context": request.context,
-        "text": [texts[name] for name in names[:COMPARED_ROWS]],
+        "text": list(running.texts.values())[:COMPARED_ROWS],
     }
+
+
+class _Running:
+    """Requests with random prompts in an engine.
+
+    Args:
+        engine: vLLM's, in this process.
+        generator: of the prompts.
+        vocabulary: number of tokens.
+    """
+
+    def __init__(self, engine: Any, generator: torch.Generator, vocabulary: int) -> None:
+        self.engine, self.generator, self.vocabulary = engine, generator, vocabulary
+        self.lengths: dict[str, int] = {}
+        self.texts: dict[str, list[int]] = {}
+        """The first tokens that each request has got, in the order in which they were added."""
+        self._names: list[str] = []
+
+    def begin(self, batch: int, context: int) -> None:
+        """Add so many requests, and go on until the prompts of all are done."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True, detokenize=False)
+        self.lengths, self._names = {}, [f"{batch}-{len(self.texts) + row}" for row in range(batch)]
+        for name in self._names:
+            tokens = torch.randint(self.vocabulary, (context,), generator=self.generator).tolist()
+            self.texts[name] = []
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        while len(self.lengths) < batch:
+            self.step()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            tokens = output.outputs[0].token_ids
+            self.lengths[output.request_id] = len(tokens)
+            if len(self.texts[output.request_id]) < COMPARED:
+                self.texts[output.request_id] = list(tokens[:COMPARED])
+
+    def end(self) -> None:
+        """Take all of them out again."""
+        self.engine.abort_request(self._names)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
 
 
 def register_text_model(folder: Path) -> None:
