@@ -57,12 +57,16 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers per thread, shared memory and local memory (spills) in bytes."""
+    """What a compiled kernel takes: registers per thread, shared memory and local memory (spills) in bytes.
+
+    `hints` says whether it asks memory into the L2 ahead of its reads.
+    """
 
     registers: int
     shared_bytes: int
     spill_bytes: int
     tensor_core: bool
+    hints: bool
 
 
 def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability: int = 90) -> dict[str, Resources]:
@@ -344,4 +348,5 @@ def _resources(cubin: bytes, shared_bytes: int) -> Resources:
         code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     assert found is not None
-    return Resources(int(found[1]), shared_bytes, int(found[2]), re.search(r"\b(HMMA|HGMMA|QGMMA)", code) is not None)
+    tensor_core = re.search(r"\b(HMMA|HGMMA|QGMMA)", code) is not None
+    return Resources(int(found[1]), shared_bytes, int(found[2]), tensor_core, "UBLKPF" in code)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.kernels.plan import FOLD_START, SLOT
+from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, SLOT
 
 # one thread of the program asks for all of it, from a multiple of 16 bytes on
 ASK = tl.constexpr("""{
@@ -39,13 +39,16 @@ def prefetch(at, COUNT: tl.constexpr):
 
 @triton.jit
 def guessed_row(plan, slots, RING_ROWS: tl.constexpr):
-    """(slot, ring row of the first record, whether both are possible) of the plan's row that `plan` points to.
+    """(slot, ring row of the first record, records, whether the checkpoint is empty) of the plan's row at `plan`.
 
-    Read past the L1, where what is stale by then would stay.
+    PAD_SLOT where it holds what no plan does. Read past the L1, where what is stale by then would stay.
     """
     slot = tl.load(plan + SLOT, cache_modifier=".cg")
     start = tl.load(plan + FOLD_START, cache_modifier=".cg")
-    return slot, start, (slot >= 0) & (slot < slots) & (start >= 0) & (start < RING_ROWS)
+    records = tl.load(plan + FOLDED, cache_modifier=".cg") + tl.load(plan + HISTORY, cache_modifier=".cg")
+    empty = tl.load(plan + EMPTY, cache_modifier=".cg") != 0
+    possible = (slot >= 0) & (slot < slots) & (start >= 0) & (start < RING_ROWS)
+    return tl.where(possible, slot, -1), start.to(tl.int32), records, empty
 
 
 @triton.jit

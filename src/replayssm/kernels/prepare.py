@@ -88,8 +88,8 @@ def prepare_kernel(
     plan += b * plan_row
     if OVERLAP:
         if b < AHEAD:
-            slot, _, possible = guessed_row(plan, slots, RING_ROWS)
-            if possible:
+            slot, _, _, _ = guessed_row(plan, slots, RING_ROWS)
+            if slot >= 0:
                 prefetch_records((keys, writes) + ring, slot, 0, h, H, RING_ROWS, HEADS, RING_SIZES)
                 prefetch(reads[0] + slot * reads[1] + h * READ_SIZE, HEADS * READ_SIZE)
         # once everything earlier has ended, the second launch may start and ask for its states

@@ -44,14 +44,20 @@ def recurrent_kernel(
     p = unit_columns(unit, P, BLOCK_P)
     n_mask, p_mask = n < N, p < P
     if OVERLAP:
-        slot, start, possible = guessed_row(plan, slots, RING_ROWS)
-        if possible:
+        guess = guessed_row(plan, slots, RING_ROWS)
+        guessed_slot, guessed_start, guessed_records, guessed_empty = guess
+        if guessed_slot >= 0:
             # a head's columns lie together, so any share of the memory will do
             share: tl.constexpr = N * P // tiles
-            prefetch(state + slot * state_slot + h * (N * P) + unit % tiles * share, share)
-            prefetch_records((keys, writes) + ring, slot, start, h, H, 1, 1, RING_SIZES)
+            prefetch(state + guessed_slot * state_slot + h * (N * P) + unit % tiles * share, share)
+            prefetch_records((keys, writes) + ring, guessed_slot, guessed_start, h, H, 1, 1, RING_SIZES)
         gdc_wait()
         gdc_launch_dependents()  # a norm behind this launch has weights to load
+        # whatever the guess is, from here on memory may be read, and what it says is asked for beside the plan
+        S, raw_k, raw_u, key_scale, write_scale, record_decay = state_and_record(
+            guessed_slot, guessed_start, guessed_records > 0, guessed_empty, state, state_slot, keys, writes, ring,
+            layer_params, g, h, n, n_mask, p, p_mask, N, P, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+        )  # fmt: skip
     slot = tl.load(plan + SLOT)
     # what counts rows is small, and 64-bit remainders are slow
     tokens = tl.load(plan + TOKENS).to(tl.int32)
@@ -77,22 +83,25 @@ def recurrent_kernel(
     else:
         key_ring = keys[0] + slot * keys[1] + g * keys[3] + n
         write_ring = writes[0] + slot * writes[1] + h * writes[3] + p
-        mask = n_mask[:, None] & p_mask[None, :]
-        state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
-        # the first record, which most rows have, comes beside the state; where there is none it changes nothing
         records = folded + history
-        record = record_inputs(
-            slot, start, records > 0, g, h, n, n_mask, p_mask, key_ring, keys[2], write_ring, writes[2], ring,
-            layer_params, N, CHANNEL, RECORD_SCALES, RECORD_DECAY,
-        )  # fmt: skip
-        S = tl.load(state_at, mask=mask & (not empty), other=0).to(tl.float32)
-        S = fold_record(S, record)
-        for one in range(1, records):
-            record = record_inputs(
-                slot, (start + one) % RING_ROWS, True, g, h, n, n_mask, p_mask, key_ring, keys[2], write_ring,
-                writes[2], ring, layer_params, N, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+        # the first record, which most rows have, comes beside the state; where there is none it changes nothing
+        missing = True
+        if OVERLAP:
+            missing = (slot != guessed_slot) | (start != guessed_start)
+            missing |= (records > 0) != (guessed_records > 0)
+            missing |= empty != guessed_empty
+        if missing:
+            S, raw_k, raw_u, key_scale, write_scale, record_decay = state_and_record(
+                slot, start, records > 0, empty, state, state_slot, keys, writes, ring, layer_params, g, h, n, n_mask,
+                p, p_mask, N, P, CHANNEL, RECORD_SCALES, RECORD_DECAY,
             )  # fmt: skip
-            S = fold_record(S, record)
+        S = fold_record(S, raw_k, raw_u, key_scale, write_scale, record_decay)
+        for one in range(1, records):
+            k, u, k_scale, u_scale, decay = record_inputs(
+                slot, (start + one) % RING_ROWS, True, keys, writes, ring, layer_params, g, h, n, n_mask, p, p_mask,
+                N, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+            )  # fmt: skip
+            S = fold_record(S, k, u, k_scale, u_scale, decay)
         if folded > 0:
             if LIMIT > 0:
                 S = clamp(S, saturated + slot, LIMIT, True)
@@ -100,7 +109,8 @@ def recurrent_kernel(
                 held = tl.load(plan + POSITION) - history
                 S = round_to_grid(S, draw(seeds, slot, layer, held, h, p, N, P, NP), MANTISSA, LEAST)
             rounded = S.to(state.dtype.element_ty)
-            tl.store(state_at, rounded, mask=mask)
+            state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
+            tl.store(state_at, rounded, mask=n_mask[:, None] & p_mask[None, :])
             S = rounded.to(tl.float32)
 
         for t in tl.static_range(T):
@@ -137,15 +147,34 @@ def recurrent_kernel(
 
 
 @triton.jit
+def state_and_record(
+    slot, row, real, empty, state, state_slot, keys, writes, ring, layer_params, g, h, n, n_mask, p, p_mask,
+    N: tl.constexpr, P: tl.constexpr, CHANNEL: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+):  # fmt: skip
+    """A state [NP, P] in fp32, zero if it is `empty` or the slot PAD_SLOT, and `record_inputs` of a record."""
+    live = slot >= 0
+    raw_k, raw_u, key_scale, write_scale, log_decay = record_inputs(
+        slot, row, real & live, keys, writes, ring, layer_params, g, h, n, n_mask, p, p_mask,
+        N, CHANNEL, RECORD_SCALES, RECORD_DECAY,
+    )  # fmt: skip
+    state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
+    mask = n_mask[:, None] & p_mask[None, :] & live & (not empty)
+    S = tl.load(state_at, mask=mask, other=0).to(tl.float32)
+    return S, raw_k, raw_u, key_scale, write_scale, log_decay
+
+
+@triton.jit
 def record_inputs(
-    slot, row, real, g, h, n, n_mask, p_mask, key_ring, key_row, write_ring, write_row, ring, layer_params,
+    slot, row, real, keys, writes, ring, layer_params, g, h, n, n_mask, p, p_mask,
     N: tl.constexpr, CHANNEL: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
 ):  # fmt: skip
     """(raw key, raw write vector, their scales, log decay) of the record in ring row `row`; of none zeros."""
     rows = row + tl.arange(0, 1)
     mask = (rows >= 0) & real
-    raw_k = tl.load(key_ring + row * key_row, mask=n_mask & real, other=0)
-    raw_u = tl.load(write_ring + row * write_row, mask=p_mask & real, other=0)
+    key_at = keys[0] + slot * keys[1] + row * keys[2] + g * keys[3] + n
+    write_at = writes[0] + slot * writes[1] + row * writes[2] + h * writes[3] + p
+    raw_k = tl.load(key_at, mask=n_mask & real, other=0)
+    raw_u = tl.load(write_at, mask=p_mask & real, other=0)
     key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, h, mask)
     log_decay = RECORD_DECAY(
         ring, layer_params, slot, rows, h, n if CHANNEL else 0, n_mask & real if CHANNEL else mask, N
@@ -154,9 +183,8 @@ def record_inputs(
 
 
 @triton.jit
-def fold_record(S, record):
+def fold_record(S, raw_k, raw_u, key_scale, write_scale, log_decay):
     """A state [NP, P] after a record."""
-    raw_k, raw_u, key_scale, write_scale, log_decay = record
     k, u = raw_k.to(tl.float32) * key_scale, raw_u.to(tl.float32) * write_scale
     # one rounding a record, and none of the decay, which would be the same one every time
     high, low = high_low(log_decay)
