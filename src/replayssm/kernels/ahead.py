@@ -94,7 +94,7 @@ def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, i
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
     """Compile `recurrent_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | _rounding_signature(layout)
-    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, capability >= 90)
+    given = verify_constants(layout, tokens, tile, ALL_ROWS.value, capability >= 90) | {"NATIVE": capability >= 89}
     return _compile(recurrent_kernel, signature, given, tile.num_warps, capability)
 
 

@@ -154,12 +154,28 @@ def solved_writes(answer, values, solve, WP: tl.constexpr):
 
 
 @triton.jit
+def nearest(S, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """S fp32 rounded to a narrower dtype, and the same in fp32 again. NATIVE: on a GPU that converts pairs."""
+    if NATIVE and dtype == tl.bfloat16:
+        # numbers that are stored and used further would be converted one by one, at a quarter of the rate
+        narrow = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [S], tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        narrow = S.to(dtype)
+    return narrow, narrow.to(tl.float32)
+
+
+@triton.jit
 def clamp(S, saturated, LIMIT: tl.constexpr, COUNT: tl.constexpr):
     """S within the largest number of its format; elements beyond are added to the counter `saturated`."""
     # a silent inf would turn the rest of the sequence into NaN; NaN itself stays
-    over = tl.abs(S) > LIMIT
-    # one sum: Triton 3.6 fails on a sum of sums behind a tensor memory product (compute capability 10.0, 4 warps)
-    clamped = tl.sum(tl.reshape(over.to(tl.int32), [S.shape[0] * S.shape[1]]), 0)
-    if COUNT and clamped > 0:
-        tl.atomic_add(saturated, clamped.to(tl.int64))
-    return tl.where(over, tl.where(S > 0, LIMIT, -LIMIT), S)
+    # one maximum: Triton 3.6 fails on a reduction of two behind a tensor memory product (compute capability 10.0)
+    largest = tl.max(tl.reshape(tl.abs(S), [S.shape[0] * S.shape[1]], can_reorder=True), 0)
+    if largest > LIMIT:  # almost never, so that nothing else has to count
+        over = tl.abs(S) > LIMIT
+        if COUNT:
+            clamped = tl.sum(tl.reshape(over.to(tl.int32), [S.shape[0] * S.shape[1]], can_reorder=True), 0)
+            tl.atomic_add(saturated, clamped.to(tl.int64))
+        S = tl.where(over, tl.where(S > 0, LIMIT, -LIMIT), S)
+    return S

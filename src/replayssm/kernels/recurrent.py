@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import clamp, high_low
+from replayssm.kernels.exact import clamp, high_low, nearest
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, SLOT, TOKENS
 from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records
 from replayssm.kernels.stochastic import draw, round_to_grid
@@ -26,7 +26,7 @@ def recurrent_kernel(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
-    RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    NATIVE: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
     RING_SIZES: tl.constexpr,
 ):  # fmt: skip
     """A program per row, head and BLOCK_P columns; arguments as of `verify_kernel` and `prepare_kernel`.
@@ -108,10 +108,9 @@ def recurrent_kernel(
             if RANDOM:
                 held = tl.load(plan + POSITION) - history
                 S = round_to_grid(S, draw(seeds, slot, layer, held, h, p, N, P, NP), MANTISSA, LEAST)
-            rounded = S.to(state.dtype.element_ty)
+            rounded, S = nearest(S, state.dtype.element_ty, NATIVE)
             state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
             tl.store(state_at, rounded, mask=n_mask[:, None] & p_mask[None, :])
-            S = rounded.to(tl.float32)
 
         for t in tl.static_range(T):
             live = t < tokens

@@ -27,6 +27,7 @@ from replayssm.kernels.exact import (
     clamp,
     fold_channel,
     fold_head,
+    nearest,
     solved_writes,
     state_dot,
 )
@@ -269,12 +270,11 @@ def verify_units(
             else:
                 if RANDOM:
                     S = round_to_grid(S, noise, MANTISSA, LEAST)
-                rounded = S.to(state.dtype.element_ty)
+                rounded, S = nearest(S, state.dtype.element_ty, NATIVE)
                 if ragged:
                     tl.store(state_at, rounded, mask=state_mask, eviction_policy="evict_last")
                 else:
                     tl.store(state_at, rounded, eviction_policy="evict_last")
-                S = rounded.to(tl.float32)
 
         if T == 1:
             one_token(
