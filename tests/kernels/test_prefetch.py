@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from replayssm.kernels import launch, recurrent
 from replayssm.kernels import prefetch as hints
+from replayssm.kernels.launch import Choice, Tile
 from replayssm.kernels.prefetch import guessed_row, prefetch_records
 from replayssm.state.plan import COLUMN, COLUMNS
 
-from .harness import DEVICE
+from .harness import DEVICE, Case, run
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="hints leave no trace on a GPU")
 
@@ -76,3 +78,51 @@ def test_nothing_is_asked_for_where_the_plan_holds_something_else(
 ) -> None:
     for ring in asked(monkeypatch, slot, start, 1, 1, all_rows=False):
         assert not ring.any()
+
+
+@triton.jit
+def nothing(*_):
+    pass
+
+
+@triton.jit
+def wrong_slot(plan, slots, RING_ROWS: tl.constexpr):
+    return tl.load(plan) * 0, 1, tl.load(plan) * 0 + 1, tl.load(plan) != tl.load(plan)
+
+
+@triton.jit
+def wrong_start(plan, slots, RING_ROWS: tl.constexpr):
+    slot, start, records, empty = guessed_row(plan, slots, RING_ROWS)
+    return slot, (start + 1) % RING_ROWS, records, empty
+
+
+@triton.jit
+def wrong_records(plan, slots, RING_ROWS: tl.constexpr):
+    slot, start, records, empty = guessed_row(plan, slots, RING_ROWS)
+    return slot, start, (records == 0).to(tl.int64), empty
+
+
+@triton.jit
+def wrong_empty(plan, slots, RING_ROWS: tl.constexpr):
+    slot, start, records, empty = guessed_row(plan, slots, RING_ROWS)
+    return slot, start, records, not empty
+
+
+GUESSES = (guessed_row, wrong_slot, wrong_start, wrong_records, wrong_empty)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+@pytest.mark.parametrize("guess", GUESSES, ids=lambda guess: guess.__name__)
+def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch, name: str, guess: object) -> None:
+    """Record by record a launch reads from its guess, and again where the plan says otherwise."""
+    stock = launch.run
+
+    def start(*given, launch_pdl=False, **options):  # type: ignore[no-untyped-def]
+        stock(*given, **options)
+
+    monkeypatch.setattr(launch, "overlaps", lambda device: True)
+    monkeypatch.setattr(launch, "run", start)
+    for replaced in ("gdc_wait", "gdc_launch_dependents", "prefetch", "prefetch_records"):
+        monkeypatch.setattr(recurrent, replaced, nothing)
+    monkeypatch.setattr(recurrent, "guessed_row", guess)
+    run(Case(name, choice=Choice(Tile(16), recurrent=True), window=2, rows=(-1, 3, 0), steps=5))
