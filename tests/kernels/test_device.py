@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from replayssm import ReplayConfig, flow
 from replayssm.attach.vllm.clamped import EVERY, ClampWatch
+from replayssm.kernels.exact import nearest
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.kernels.tuned import choose
 from replayssm.recurrences import Geometry, get
@@ -250,3 +253,29 @@ def test_clamped_elements_of_an_engine_are_read_while_its_steps_go_on() -> None:
     torch.cuda.synchronize()
     with pytest.warns(SaturationWarning, match="^3 checkpoint elements were clamped"):
         watch.step()
+
+
+@triton.jit
+def nearest_kernel(x, narrow, wide, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rounded, again = nearest(tl.load(x + at), narrow.dtype.element_ty, NATIVE)
+    tl.store(narrow + at, rounded)
+    tl.store(wide + at, again)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_states_are_rounded_in_pairs_as_one_by_one(native: bool) -> None:
+    """Every kind of number, and ties: each as torch rounds it."""
+    if native and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("pairs are converted from compute capability 8.9 on")
+    generator = torch.Generator("cuda").manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2**20,), generator=generator, device="cuda").to(torch.int32)
+    bits[::2] = (bits[::2] & -65536) | 0x8000
+    x = bits.view(torch.float32)
+    x[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    narrow, wide = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x)
+    nearest_kernel[(len(x) // 1024,)](x, narrow, wide, 1024, native)
+    expected = x.to(torch.bfloat16)
+    assert torch.equal(narrow.isnan(), expected.isnan())
+    assert torch.equal(narrow.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(wide.nan_to_num(), expected.float().nan_to_num())

@@ -98,7 +98,7 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
     for batch in (1, 10**6):
         yield from new(heuristic(layout, batch, tokens)[0])
     codes = read_codes(layout) is not None
-    for block_p, warps in () if codes else ((8, 1), (16, 1), (16, 2), (32, 2)):
+    for block_p, warps in () if codes else ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (64, 2)):
         if tokens == 1:
             yield from new(Choice(Tile(block_p, 1, warps)))
         yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
@@ -108,7 +108,7 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         if not (layout.recurrence.delta_rule and layout.config.window > 16):  # whose folds spill then
             flushes += [Tile(32, 8, 2, 2), Tile(32, 4, 2, 2)]
     elif tokens == 1:
-        steps = [Tile(32, 2, 1), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32, 1, 1), Tile(64, 1, 1), Tile(64, 2, 1)]
+        steps = [Tile(32, 2), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32), Tile(64), Tile(64, 2), Tile(16)]
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
         steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
