@@ -34,7 +34,8 @@ def ask_kernel(
 ):  # fmt: skip
     slot, start, _, _ = guessed_row(plan, slots, RING_ROWS)
     if slot >= 0:
-        prefetch_records((keys, writes), slot, 0 if ALL else start, h, H, ROWS, HEADS, SIZES)
+        row = 0 if ALL else start
+        prefetch_records(keys, (writes,), slot, row, h, H, ROWS, HEADS, SIZES)
 
 
 def asked(
@@ -122,7 +123,7 @@ def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch, name: st
 
     monkeypatch.setattr(launch, "overlaps", lambda device: True)
     monkeypatch.setattr(launch, "run", start)
-    for replaced in ("gdc_wait", "gdc_launch_dependents", "prefetch", "prefetch_records"):
+    for replaced in ("gdc_wait", "gdc_launch_dependents", "prefetch", "prefetch_rows", "prefetch_records"):
         monkeypatch.setattr(recurrent, replaced, nothing)
     monkeypatch.setattr(recurrent, "guessed_row", guess)
     run(Case(name, choice=Choice(Tile(16), recurrent=True), window=2, rows=(-1, 3, 0), steps=5))

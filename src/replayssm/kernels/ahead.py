@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -88,14 +89,15 @@ def compile_prepare(layout: StateLayout, tokens: int, capability: int = 90, *, i
     """Compile `prepare_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | dict.fromkeys(WORK, "*fp32")
     given = prepare_constants(layout, 256, tokens, capability >= 90, is_tree) | _formats(layout, tokens, capability)
-    return _compile(prepare_kernel, signature, given, prepared_warps(layout, tokens, is_tree), capability)
+    warps = prepared_warps(layout, tokens, is_tree)
+    return _compile(prepare_kernel, signature, given, warps, capability, ones=_unit_strides(layout))
 
 
 def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: int = 90) -> Resources:
     """Compile `recurrent_kernel` for a layer, as the launcher would call it."""
     signature = _layer_signature(layout) | _token_signature(layout) | _rounding_signature(layout)
     given = verify_constants(layout, tokens, tile, ALL_ROWS.value, capability >= 90) | {"NATIVE": capability >= 89}
-    return _compile(recurrent_kernel, signature, given, tile.num_warps, capability)
+    return _compile(recurrent_kernel, signature, given, tile.num_warps, capability, ones=_unit_strides(layout))
 
 
 def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, capability: int = 90) -> Resources:
@@ -106,14 +108,14 @@ def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, 
     signature = _layer_signature(layout) | _token_signature(layout)
     signature |= dict.fromkeys(WORK, "*fp32") | _rounding_signature(layout)
     given = verify_constants(layout, tokens, tile, mode, capability >= 90) | _formats(layout, tokens, capability)
-    return _compile(verify_kernel, signature, given, tile.num_warps, capability)
+    return _compile(verify_kernel, signature, given, tile.num_warps, capability, ones=_unit_strides(layout))
 
 
 def compile_solve(layout: StateLayout, capability: int = 90) -> Resources:
     """Compile `solve_kernel` for a delta rule with a read copy, as the launcher would call it."""
     signature = _layer_signature(layout) | dict.fromkeys(WORK, "*fp32")
     given = solve_constants(layout, capability >= 90)
-    return _compile(solve_kernel, signature, given, solve_warps(layout), capability)
+    return _compile(solve_kernel, signature, given, solve_warps(layout), capability, ones=_unit_strides(layout))
 
 
 def _formats(layout: StateLayout, tokens: int, capability: int) -> dict[str, Any]:
@@ -134,7 +136,8 @@ def compile_materialize(layout: StateLayout, *, in_place: bool, capability: int 
         "saturated": "*i64",
     }
     given = materialize.constants(layout, dtype, into_slots=in_place, only_due=in_place)
-    return _compile(materialize.materialize_kernel, signature, given, materialize.NUM_WARPS, capability)
+    kernel, ones = materialize.materialize_kernel, _unit_strides(layout)
+    return _compile(kernel, signature, given, materialize.NUM_WARPS, capability, ones=ones)
 
 
 def compile_compact(layout: StateLayout, depth: int, capability: int = 90) -> Resources:
@@ -281,6 +284,18 @@ def _layer_signature(layout: StateLayout) -> dict[str, Any]:
     }
 
 
+def _unit_strides(layout: StateLayout) -> dict[tuple[Any, ...], int]:
+    """Strides of rings that are 1, which a launcher makes compile-time arguments: of rows with one number a head."""
+    form, fields = (
+        form_of(layout.recurrence),
+        {field.name: field.shape(layout.geometry) for field in layout.ring_fields},
+    )
+    rows: dict[tuple[Any, ...], str] = {("ring", index, 2): name for index, name in enumerate(form.ring)}
+    if solves_again(layout):
+        rows["rates", 2] = form.rate
+    return {member: 1 for member, name in rows.items() if math.prod(fields[name][1:]) == 1}
+
+
 def _compile(
     kernel: Any,
     types: dict[str, Any],
@@ -293,7 +308,8 @@ def _compile(
 ) -> Resources:
     """Compile a kernel for argument `types` by name, and compile-time arguments `given`.
 
-    `ones` are members of tuple arguments that a launcher would specialise on: (name, index, ...) -> value.
+    `ones` are members of tuple arguments that a launcher would specialise on: (name, index, ...) -> value. The kernel
+    may have fewer.
 
     Raises:
         RuntimeError: it compiles and could not be launched.
@@ -303,6 +319,8 @@ def _compile(
     signature: dict[str, Any] = {name: "constexpr" if name in given else types[name] for name in names}
     values: dict[tuple[int, ...], Any] = {(names.index(n),): value for n, value in given.items()}
     for (name, *path), value in ones.items():
+        if name not in names:
+            continue
         signature[name] = _with_constexpr(signature[name], path)
         values[names.index(name), *path] = value
     attributes = {path: [["tt.divisibility", 16]] for path in _aligned_paths(signature)} if aligned else {}

@@ -34,7 +34,10 @@ FEWEST_PREPARING = 1024
 """Programs of the first launch that an H200 runs as fast as fewer."""
 
 PREFETCHED_BYTES = 16 << 20
-"""Of a step's states, what the first launch asks into the L2 before it may start: a part of what that holds."""
+"""Of a step's states, what the first launch asks into the L2 before it may start, and of its own records as much.
+
+A part of what the L2 holds.
+"""
 
 SOLVING_PROGRAMS = 16
 """Programs per multiprocessor that solve windows again."""
@@ -167,7 +170,7 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
         "NP": max(16, triton.next_power_of_2(geometry.key_dim)),
         "WP": padded_window(layout),
         "RING_ROWS": layout.ring_rows,
-        "RING_SIZES": ring_sizes(layout),
+        "RECORD_SIZES": record_sizes(layout),
         "DELTA": recurrence.delta_rule,
         "CHANNEL": recurrence.decay == "channel",
         "SKIP": form.skip,
@@ -189,10 +192,10 @@ def layer_constants(layout: StateLayout) -> dict[str, Any]:
     }
 
 
-def ring_sizes(layout: StateLayout) -> tuple[tuple[int, int], ...]:
-    """(heads, elements of a row and head) of the ring of keys, of that of write vectors, and of the others."""
+def record_sizes(layout: StateLayout) -> tuple[tuple[int, int], ...]:
+    """(heads, elements of a row and head) of the ring of keys, and of the others but write vectors."""
     form, fields = form_of(layout.recurrence), {field.name: field for field in layout.ring_fields}
-    shapes = (fields[name].shape(layout.geometry) for name in (form.key_ring, form.write_ring, *form.ring))
+    shapes = (fields[name].shape(layout.geometry) for name in (form.key_ring, *form.ring))
     return tuple((heads, math.prod(rest)) for heads, *rest in shapes)
 
 
@@ -220,7 +223,8 @@ def prepare_constants(
     layout: StateLayout, rows: int, tokens: int, overlap: bool, is_tree: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments of `prepare_kernel`, among others."""
-    read = next(spec for spec in layout.tensors if spec.name == read_part(layout))
+    form, specs = form_of(layout.recurrence), {spec.name: spec for spec in layout.tensors}
+    read, own = specs[read_part(layout)], (specs[f"ring.{name}"].bytes for name in (form.key_ring, *form.ring))
     return layer_constants(layout) | {
         "T": tokens,
         "TP": triton.next_power_of_2(tokens),
@@ -229,7 +233,7 @@ def prepare_constants(
         "OVERLAP": overlap,
         "IS_TREE": is_tree,
         "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
-        "AHEAD": PREFETCHED_BYTES // read.bytes,
+        "AHEAD": (PREFETCHED_BYTES // sum(own), PREFETCHED_BYTES // read.bytes),
         "READ_SIZE": math.prod(read.shape) // layout.geometry.heads,
     }
 

@@ -52,14 +52,24 @@ def guessed_row(plan, slots, RING_ROWS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_records(
-    rings, slot, row, h, H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SIZES: tl.constexpr
+def prefetch_rows(
+    ring, slot, row, h,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, RING_HEADS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Ask for ROWS rows from `row` on, of HEADS heads from h on, in `rings`: (pointer, slot, row and head stride) each.
+    """Ask for ROWS rows from `row` on, of HEADS heads from h on, in a ring: (pointer, slot, row and head stride).
 
-    SIZES are (heads, elements of a row and head). A head's rows lie together, so several heads are asked for whole.
+    The ring has RING_HEADS heads, and SIZE elements in a row of one. A head's rows lie together, so several heads are
+    asked for whole.
     """
-    for field in tl.static_range(len(rings)):
-        ring = rings[field]
-        at = ring[0] + slot * ring[1] + row * ring[2] + h // (H // SIZES[field][0]) * ring[3]
-        prefetch(at, ROWS * SIZES[field][1] * max(1, HEADS * SIZES[field][0] // H))
+    at = ring[0] + slot * ring[1] + row * ring[2] + h // (H // RING_HEADS) * ring[3]
+    prefetch(at, ROWS * SIZE * max(1, HEADS * RING_HEADS // H))
+
+
+@triton.jit
+def prefetch_records(
+    keys, ring, slot, row, h, H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SIZES: tl.constexpr
+):  # fmt: skip
+    """The same in the ring of keys and the other rings but write vectors, with (heads, elements) of each in SIZES."""
+    prefetch_rows(keys, slot, row, h, H, ROWS, HEADS, SIZES[0][0], SIZES[0][1])
+    for field in tl.static_range(len(ring)):
+        prefetch_rows(ring[field], slot, row, h, H, ROWS, HEADS, SIZES[field + 1][0], SIZES[field + 1][1])

@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low, newest_first
 from replayssm.kernels.formats import store_probe
 from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS, TREE
-from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records
+from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records, prefetch_rows
 
 
 def block_size(tokens: int, window: int, delta_rule: bool) -> int:
@@ -54,13 +54,13 @@ def pick(matrix, t):
 @triton.jit
 def prepare_kernel(
     plan_row, plan, reads, slots, keys, writes, ring, rates, key, query, inputs, layer_params, weights, probes,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, OVERLAP: tl.constexpr, IS_TREE: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
     PROBE_BITS: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr, READ_SIZE: tl.constexpr,
-    RING_SIZES: tl.constexpr,
+    RECORD_SIZES: tl.constexpr,
 ):  # fmt: skip
     """A program per row and HEADS heads of one key head. See the module.
 
@@ -87,11 +87,13 @@ def prepare_kernel(
     g = h // (H // G)
     plan += b * plan_row
     if OVERLAP:
-        if b < AHEAD:
+        if b < AHEAD[0]:  # rows whose records, and whose states, the L2 has room for
             slot, _, _, _ = guessed_row(plan, slots, RING_ROWS)
             if slot >= 0:
-                prefetch_records((keys, writes) + ring, slot, 0, h, H, RING_ROWS, HEADS, RING_SIZES)
-                prefetch(reads[0] + slot * reads[1] + h * READ_SIZE, HEADS * READ_SIZE)
+                prefetch_records(keys, ring, slot, 0, h, H, RING_ROWS, HEADS, RECORD_SIZES)
+                if b < AHEAD[1]:
+                    prefetch_rows(writes, slot, 0, h, H, RING_ROWS, HEADS, H, P)
+                    prefetch(reads[0] + slot * reads[1] + h * READ_SIZE, HEADS * READ_SIZE)
         # once everything earlier has ended, the second launch may start and ask for its states
         gdc_wait()
         gdc_launch_dependents()

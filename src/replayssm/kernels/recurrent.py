@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.exact import clamp, high_low, nearest
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, SLOT, TOKENS
-from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records
+from replayssm.kernels.prefetch import guessed_row, prefetch, prefetch_records, prefetch_rows
 from replayssm.kernels.stochastic import draw, round_to_grid
 from replayssm.kernels.verify import unit_columns, zero_units
 
@@ -27,11 +27,11 @@ def recurrent_kernel(
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_DECAY: tl.constexpr, TOKEN_RATE: tl.constexpr,
     TOKEN_SKIP: tl.constexpr, KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr,
     NATIVE: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
-    RING_SIZES: tl.constexpr,
+    RECORD_SIZES: tl.constexpr,
 ):  # fmt: skip
     """A program per row, head and BLOCK_P columns; arguments as of `verify_kernel` and `prepare_kernel`.
 
-    `slots` are those of the layer, RING_SIZES as `prefetch_records` takes them.
+    `slots` are those of the layer, RECORD_SIZES as `prefetch_records` takes them.
     """
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     pid = tl.program_id(0)
@@ -50,7 +50,8 @@ def recurrent_kernel(
             # a head's columns lie together, so any share of the memory will do
             share: tl.constexpr = N * P // tiles
             prefetch(state + guessed_slot * state_slot + h * (N * P) + unit % tiles * share, share)
-            prefetch_records((keys, writes) + ring, guessed_slot, guessed_start, h, H, 1, 1, RING_SIZES)
+            prefetch_rows(writes, guessed_slot, guessed_start, h, H, 1, 1, H, P)
+            prefetch_records(keys, ring, guessed_slot, guessed_start, h, H, 1, 1, RECORD_SIZES)
         gdc_wait()
         gdc_launch_dependents()  # a norm behind this launch has weights to load
         # whatever the guess is, from here on memory may be read, and what it says is asked for beside the plan
