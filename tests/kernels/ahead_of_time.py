@@ -65,7 +65,10 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
             ("mamba2", 32, 1, "fp32+nvfp4"),
             ("mamba2", 16, 1, "fp8"),
             ("gdn", 32, 1, "fp32+nvfp4"),
+            ("mamba2", 32, 4, "fp32+nvfp4"),
             ("gdn", 32, 4, "fp32+fp8"),
+            ("gdn", 16, 8, "fp32"),
+            ("mamba2", 16, 4, "fp16-stochastic"),
             ("gdn", 16, 1, "fp8+nvfp4"),
             ("gdn", 16, 4, "fp8"),
             ("kda", 32, 1, "fp32+nvfp4"),
@@ -79,8 +82,9 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
             layout = StateLayout(get(name), GEOMETRIES[name], config, torch.bfloat16)
             yield f"{name} {precision} T={tokens} W={window}", layout, tokens, heuristic(layout, 256, tokens)[0]
         for title, (name, geometry) in MORE.items():
-            layout = layout_of(name, geometry, 1)
-            yield title, layout, 1, heuristic(layout, 256, 1)[0]
+            for tokens in (1, 4):
+                layout = layout_of(name, geometry, tokens)
+                yield f"{title} T={tokens}", layout, tokens, heuristic(layout, 256, tokens)[0]
 
 
 def tuned(most: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:

@@ -112,7 +112,7 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
         steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
-        flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
+        flushes = [Tile(32, 8, 1, 2), Tile(32, 8), Tile(16, 8, 1, 2), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
         yield from new(Choice(step, flushes[0]))
     for flush in flushes:

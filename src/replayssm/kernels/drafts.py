@@ -18,17 +18,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import cut
+from replayssm.kernels.exact import clamp, cut
 from replayssm.kernels.formats import first_keys, word_tile
-from replayssm.kernels.plan import EMPTY, FOLD_START, HISTORY, TOKENS
+from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, TOKENS
+from replayssm.kernels.stochastic import draw, round_to_grid
 
 
 @triton.jit
-def quad_rows(ROWS: tl.constexpr):
-    """Row numbers [4, 1, ROWS / 16, 4, 1] of a tile [4, 8, ROWS / 16, 4, J]."""
-    four = tl.arange(0, 4)
-    rest = tl.arange(0, ROWS // 16)
-    return four[:, None, None, None, None] * 4 + rest[None, None, :, None, None] * 16 + four[None, None, None, :, None]
+def quad_rows(ROWS: tl.constexpr, IN_ORDER: tl.constexpr = False):
+    """Row numbers [4, 1, ROWS / 16, 4] of a tile [4, C, ROWS / 16, 4], or of one with a further dimension.
+
+    IN_ORDER: those that make `quads_left` and `quads_right`, if WIDE, have their rows in order. Otherwise each lane
+    has four neighbours.
+    """
+    lane, rest = tl.arange(0, 4)[:, None, None, None], tl.arange(0, ROWS // 16)[None, None, :, None] * 16
+    four = tl.arange(0, 4)[None, None, None, :]
+    if IN_ORDER:
+        return lane * 2 + rest + four % 2 + four // 2 * 8
+    else:
+        return lane * 4 + rest + four
 
 
 @triton.jit
@@ -44,6 +52,15 @@ def quads_left(tile, WIDE: tl.constexpr):
     else:
         split = tl.permute(tl.reshape(tile, [4, 8, R, 2, 2, J]), [5, 1, 2, 3, 4, 0])
     return tl.reshape(split, [J * 8, R * 16])
+
+
+@triton.jit
+def columns_last(matrix):
+    """The tile [4, 8, R, 4, J] that `quads_left`, if WIDE, makes `matrix` of."""
+    J: tl.constexpr = matrix.shape[0] // 8
+    R: tl.constexpr = matrix.shape[1] // 16
+    split = tl.permute(tl.reshape(matrix, [J, 8, R, 2, 4, 2]), [4, 1, 2, 3, 5, 0])
+    return tl.reshape(split, [4, 8, R, 4, J])
 
 
 @triton.jit
@@ -83,19 +100,25 @@ def dot_halves(a, b):
 def rows_dot(S, probe, live, N: tl.constexpr):
     """Products [J x 8, TP] of a state's columns [4, 8, NP / 16, 4, J] with probes, which `probe` [TP] points to."""
     NP: tl.constexpr = S.shape[2] * 16
-    four = tl.arange(0, 4)
-    n = four[:, None, None, None] * 4 + tl.arange(0, NP // 16)[None, None, :, None] * 16 + four[None, None, None, :]
+    n = quad_rows(NP)
     taken = tl.load(probe[None, :, None, None] + n, mask=live[None, :, None, None] & (n < N), other=0)
     if taken.dtype == tl.float32:
-        S = S.to(tl.float32)
-        return tl.dot(quads_left(S, False), quads_right(taken, False), input_precision="tf32x3")
+        return tl.dot(quads_left(S.to(tl.float32), False), quads_right(taken, False), input_precision="tf32x3")
+    else:
+        return columns_dot(quads_left(S, True), quads_right(taken, True))
+
+
+@triton.jit
+def columns_dot(S, taken):
+    """S @ taken of numbers of a state and of probes, products exact but for the last bit of fp32."""
+    if taken.dtype == tl.float32:
+        return tl.dot(S.to(tl.float32), taken, input_precision="tf32x3")
     elif S.dtype == taken.dtype:
-        return tl.dot(quads_left(S, True), quads_right(taken, True))
+        return tl.dot(S, taken)
     elif S.dtype == tl.float32:
-        return dot_halves(quads_left(S, True), quads_right(taken.to(tl.float32), True))
+        return dot_halves(S, taken.to(tl.float32))
     else:  # both have 11 bits or fewer
-        S, taken = S.to(tl.float32), taken.to(tl.float32)
-        return tl.dot(quads_left(S, True), quads_right(taken, True), input_precision="tf32")
+        return tl.dot(S.to(tl.float32), taken.to(tl.float32), input_precision="tf32")
 
 
 @triton.jit
@@ -222,7 +245,6 @@ def draft_unit(
     J: tl.constexpr = BLOCK_P // 8
     MORE: tl.constexpr = T > 4
     scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
-    drafts: tl.constexpr = (2 if DELTA else 1) * WP
     eight, together = tl.arange(0, 8), tl.arange(0, J)
     p = first + eight[None, :, None, None] * J + together[None, None, None, :]
     p_mask = p < P
@@ -232,23 +254,15 @@ def draft_unit(
         words, scales = load_words(copy, slot, h, p, p_mask, N, P, CODES, BLOCKS)
         column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p_mask, other=0)
     else:
-        n = quad_rows(NP)
+        n = quad_rows(NP)[:, :, :, :, None]
         state_at = state + h * (N * P) + n * P + p[:, :, :, None, :]
         S = tl.load(state_at, mask=(n < N) & p_mask[:, :, :, None, :], other=0, eviction_policy="evict_first")
     j = quad_rows(WP)
-    row = start + j
-    row -= tl.where(row >= RING_ROWS, RING_ROWS, 0)  # beyond the records it may need more, and nothing is read
-    past_at = writes[0] + slot * writes[1] + row * writes[2] + h * writes[3] + p[:, :, :, None, :]
-    past = tl.load(past_at, mask=(j < records) & p_mask[:, :, :, None, :], other=0, eviction_policy="evict_first")
+    past = load_records(writes, slot, h, start, records, j[:, :, :, :, None], p, p_mask, RING_ROWS)
     if WAITS:
         first_launch_done(OVERLAP)
 
-    # the columns of products: see `tokens_last`
-    c = tl.arange(0, TP)
-    if DELTA:
-        kind, c_token = c % 2, c // 8 * 4 + c % 8 // 2
-    else:
-        kind, c_token = c * 0, c // 8 * 8 + c % 2 * 4 + c % 8 // 2
+    c_token, kind = product_columns(TP, DELTA)
     c_live = c_token < (T if CHANNEL else tokens)
     probe = probe_pointers(b, h, g, c_token, kind, query, key, probes, H, N, T, DELTA, CHANNEL)
     if CODES > 0:
@@ -260,8 +274,6 @@ def draft_unit(
         found = rows_dot(S, probe, c_live, N)
     out, answer = tokens_last(found, DELTA, MORE)
     taken = (weight + c_token * BLOCK + kind * WP)[None, :, None, None]
-    four = tl.arange(0, 4)
-    j = four[:, None, None, None] * 4 + tl.arange(0, WP // 16)[None, None, :, None] * 16 + four[None, None, None, :]
     taken = tl.load(taken + j, mask=(c_token < T)[None, :, None, None] & (j >= 0), other=0)
     if past.dtype == tl.bfloat16:
         found = dot_parts(quads_left(past, True), quads_right(taken, True))
@@ -269,24 +281,66 @@ def draft_unit(
         found = tl.dot(quads_left(past.to(tl.float32), False), quads_right(taken, False), input_precision="tf32x3")
     past_out, past_answer = tokens_last(found, DELTA, MORE)
 
-    t = four[:, None, None, None] + 4 * tl.arange(0, out.shape[2])[None, None, :, None]
-    token = weight + t * BLOCK
-    in_step, live = t < T, t < tokens
+    t = tokens_of(out.shape[2])
+    in_step = t < T
+    token = weight + t * BLOCK + scalars
     if CODES > 0:
         out *= column
+        answer *= column
     if not CHANNEL:
-        out *= tl.load(token + scalars, mask=in_step, other=0)
+        out *= tl.load(token, mask=in_step, other=0)
+        if DELTA:
+            answer *= tl.load(token + 1, mask=in_step, other=0)
     out = tl.where(empty, 0.0, out) + past_out
+    answer = tl.where(empty, 0.0, answer) + past_answer
+    finish(
+        b, h, slot, start + records, p, p_mask, tokens, out, answer, writes, values, value, layer_params, weight, y,
+        P, T, RING_ROWS, WP, BLOCK, DELTA, SKIP, TOKEN_SKIP, HAS_COPY,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_records(ring, slot, h, start, records, j, p, p_mask, RING_ROWS: tl.constexpr):
+    """Columns `p` [1, 8, 1, J] of the ring's records j [4, 1, R, 4, 1], zero beyond the first `records`."""
+    row = start + j
+    row -= tl.where(row >= RING_ROWS, RING_ROWS, 0)  # beyond the records it may need more, and nothing is read
+    at = ring[0] + slot * ring[1] + row * ring[2] + h * ring[3] + p[:, :, :, None, :]
+    return tl.load(at, mask=(j < records) & p_mask[:, :, :, None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def product_columns(TP: tl.constexpr, DELTA: tl.constexpr):
+    """(tokens, kinds) [TP] of the columns of a product, in the order of `tokens_last`. Kind 1 is a correction."""
+    c = tl.arange(0, TP)
+    if DELTA:
+        return c // 8 * 4 + c % 8 // 2, c % 2
+    else:
+        return c // 8 * 8 + c % 2 * 4 + c % 8 // 2, c * 0
+
+
+@triton.jit
+def tokens_of(TH: tl.constexpr):
+    """Tokens [4, 1, TH, 1] of what `tokens_last` returns."""
+    return tl.arange(0, 4)[:, None, None, None] + 4 * tl.arange(0, TH)[None, None, :, None]
+
+
+@triton.jit
+def finish(
+    b, h, slot, ring_start, p, p_mask, tokens, out, answer, writes, values, value, layer_params, weight, y,
+    P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+):  # fmt: skip
+    """From what tokens take from the state and the ring, `out` and `answer` [4, 8, TH, J], to outputs and records."""
+    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
+    drafts: tl.constexpr = (2 if DELTA else 1) * WP
+    t = tokens_of(out.shape[2])
+    token = weight + t * BLOCK
+    in_step, live = t < T, t < tokens
     v_at = value[0] + b * value[1] + h * P + p
     v = tl.load(v_at + t * value[2], mask=live & p_mask, other=0)
     if SKIP:
         out += TOKEN_SKIP(layer_params, h) * v.to(tl.float32)
     if DELTA:
-        if CODES > 0:
-            answer *= column
-        if not CHANNEL:
-            answer *= tl.load(token + scalars + 1, mask=in_step, other=0)
-        answer = tl.where(empty, 0.0, answer) + past_answer
         rate = tl.load(token + scalars + 2, mask=in_step, other=0)
         u = (v.to(tl.float32) - answer) * rate
         for s in tl.static_range(T):  # forward substitution
@@ -305,10 +359,120 @@ def draft_unit(
     rounded = tl.where(live, out, 0.0).to(y[0].dtype.element_ty)
     y_at = y[0] + b * y[1] + t * y[2] + h * P + p
     tl.store(y_at, rounded, mask=in_step & p_mask, eviction_policy="evict_last")
-    rows = (start + records + t) % RING_ROWS
+    rows = (ring_start + t) % RING_ROWS
     append(writes, slot, h, rows, p, kept, live & p_mask)
     if HAS_COPY and DELTA:
         append(values, slot, h, rows, p, v, live & p_mask)
+
+
+@triton.jit
+def left_parts_dot(a, b):
+    """a @ b of an fp32 `a` and an operand from the model, exact to fp32."""
+    if b.dtype == tl.bfloat16:
+        high, rest = cut(a)
+        middle, rest = cut(rest)
+        low, _ = cut(rest)
+        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
+    else:
+        return tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def fold_units(
+    b, first, last, slot, plan, state, state_slot, keys, writes, values, key, query, value, layer_params, weights,
+    probes, solves, y, saturated, seeds, layer,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
+    NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    STAGES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    HAS_COPY: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Units first..last - 1 of the row b, which is due: their records are folded, and what tokens take is the result's.
+
+    Of states with one decay per head that are numbers. As in `draft_units`, with key rows in order and as the columns
+    of products: what a fold leaves then lies where the next product takes it from.
+    """
+    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    tokens, folded = tl.load(plan + TOKENS).to(tl.int32), tl.load(plan + FOLDED).to(tl.int32)
+    start, empty = tl.load(plan + FOLD_START).to(tl.int32), tl.load(plan + EMPTY) != 0
+    held = tl.load(plan + POSITION) - tl.load(plan + HISTORY)
+    state += slot * state_slot
+    for unit in tl.range(first, last, num_stages=1):
+        h = unit // tiles
+        fold_unit(
+            b, h, h // (H // G), unit % tiles * BLOCK_P, slot, start, folded, tokens, empty, held, state, keys, writes,
+            values, key, query, value, layer_params, weights + (b * H + h) * (T * BLOCK), probes,
+            solves + (b * H + h) * ((WP + 1) * WP), y, saturated + slot, seeds, layer, H, N, P, T, RING_ROWS, NP, TP,
+            WP, BLOCK, BLOCK_P, STAGES, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM, MANTISSA, LEAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def fold_unit(
+    b, h, g, first, slot, start, folded, tokens, empty, held, state, keys, writes, values, key, query, value,
+    layer_params, weight, probes, solve, y, saturated, seeds, layer,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr,
+    TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
+    MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_P columns of one head, from column `first` on; `held` are the tokens in the new checkpoint."""
+    J: tl.constexpr = BLOCK_P // 8
+    solved: tl.constexpr = HAS_COPY and DELTA
+    scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
+    p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
+    p_mask = p < P
+    # some key rows after the other: all of them, and what the fold adds to them, are more than the registers hold
+    CHUNK: tl.constexpr = NP if RANDOM else max(16, min(NP, 1024 // BLOCK_P))
+    j, c = tl.arange(0, WP), tl.arange(0, BLOCK_P)
+    records = quad_rows(WP, True)[:, :, :, :, None]
+    past = load_records(values if solved else writes, slot, h, start, folded, records, p, p_mask, RING_ROWS)
+    past = quads_left(past.to(tl.float32), True)
+    key_rows = keys[0] + slot * keys[1] + ((start + j) % RING_ROWS)[:, None] * keys[2] + g * keys[3]
+    n, rows = tl.arange(0, CHUNK), quad_rows(CHUNK, True)
+    head = state + h * (N * P) + p[:, :, :, None, :]
+    if solved:
+        answer = tl.zeros([BLOCK_P, WP], tl.float32)
+        for at in tl.range(0, NP, CHUNK, num_stages=STAGES):
+            raw_keys = tl.load(key_rows + at + n[None, :], mask=(j < folded)[:, None] & (at + n < N)[None, :], other=0)
+            row = at + rows[:, :, :, :, None]
+            S = tl.load(head + row * P, mask=(row < N) & p_mask[:, :, :, None, :] & (not empty), other=0)
+            answer += left_parts_dot(quads_left(S.to(tl.float32), True), tl.trans(raw_keys))
+        matrix = tl.load(solve + j[None, :] * WP + j[:, None])
+        answer = past - answer * tl.load(solve + WP * WP + j)[None, :]
+        past = tl.dot(answer, matrix, input_precision="tf32x3")
+    weighted = past * tl.load(weight + j)[None, :]
+    high, low = tl.load(weight + scalars + 3), tl.load(weight + scalars + 4)
+    c_token, kind = product_columns(TP, DELTA)
+    probe = probe_pointers(b, h, g, c_token, kind, query, key, probes, H, N, T, DELTA, False)[None, :, None, None]
+    found = tl.zeros([BLOCK_P, TP], tl.float32)
+    for at in tl.range(0, NP, CHUNK, num_stages=STAGES):
+        row = at + rows[:, :, :, :, None]
+        mask = (row < N) & p_mask[:, :, :, None, :]
+        S = tl.load(head + row * P, mask=mask & (not empty), other=0, eviction_policy="evict_first")
+        S = quads_left(S.to(tl.float32), True)
+        raw_keys = tl.load(key_rows + at + n[None, :], mask=(j < folded)[:, None] & (at + n < N)[None, :], other=0)
+        S = high * S + (low * S + left_parts_dot(weighted, raw_keys))
+        if LIMIT > 0:
+            S = clamp(S, saturated, LIMIT, True)
+        if RANDOM:
+            noise = draw(seeds, slot, layer, held, h, first + c % 8 * J + c // 8, N, P, NP)
+            S = round_to_grid(S, tl.trans(noise), MANTISSA, LEAST)
+        rounded = S.to(state.dtype.element_ty)
+        tl.store(head + row * P, columns_last(rounded), mask=mask, eviction_policy="evict_last")
+        mask = (c_token < tokens)[None, :, None, None] & (at + rows < N)
+        taken = quads_right(tl.load(probe + at + rows, mask=mask, other=0), True)
+        found += columns_dot(rounded, taken)
+    out, answer = tokens_last(found, DELTA, T > 4)
+    t = tokens_of(out.shape[2])
+    token = weight + t * BLOCK + scalars
+    out *= tl.load(token, mask=t < T, other=0)
+    if DELTA:
+        answer *= tl.load(token + 1, mask=t < T, other=0)
+    finish(
+        b, h, slot, start + folded, p, p_mask, tokens, out, answer, writes, values, value, layer_params, weight, y,
+        P, T, RING_ROWS, WP, BLOCK, DELTA, SKIP, TOKEN_SKIP, HAS_COPY,
+    )  # fmt: skip
 
 
 @triton.jit

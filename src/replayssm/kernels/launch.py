@@ -252,6 +252,12 @@ def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
     return max(1, min(128 * tile.num_warps // tile.block_p, shared, constants["WP"]))
 
 
+def in_columns(layout: StateLayout, mode: int) -> bool:
+    """Whether several tokens are columns of products (kernels/drafts.py) and not rows: in which 8 are the fewest."""
+    numbers = layout.recurrence.decay != "channel" and layout.config.checkpoint_format not in TRITON_FORMATS
+    return mode == STEP_ROWS.value or (mode == FLUSH_ROWS.value and numbers)
+
+
 @cache
 def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
@@ -259,7 +265,7 @@ def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, ov
     outputs = triton.next_power_of_2(tokens) * (2 if layout.recurrence.delta_rule else 1)
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": max(8 if mode == STEP_ROWS.value else 16, outputs),
+        "TP": max(8 if in_columns(layout, mode) else 16, outputs),
         "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,

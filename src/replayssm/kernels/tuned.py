@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -174,15 +174,15 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         scaled = layout.config.checkpoint_format == "fp8"
         step, flush = _fit(layout, 64, 1, 1), _fit(layout, folded, 8, 2, 2)
         if tokens > 1:
-            step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2)
+            step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2) if scaled else _draft_fold(layout)
         # a fold that solves the window holds a matrix, too, and of fp8 checkpoints codes and scales
-        if layout.read_format and recurrence.delta_rule and (layout.config.window > 16 or scaled):
+        if layout.read_format and recurrence.delta_rule and (scaled or (tokens == 1 and layout.config.window > 16)):
             flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 16, 1, 4)
         if channel:  # decays of all channels besides
             flush = _fit(layout, 32, 1, 4 if layout.config.window <= 16 else 8)
         return Choice(step, flush), "codes are read: rows that fold get a launch of their own"
     if tokens > 1:
-        flush = _fit(layout, 16, 1, 4) if channel else _fit(layout, 16, 8, 2, 2)
+        flush = _fit(layout, 16, 1, 4) if channel else _draft_fold(layout)
         return Choice(_drafts(layout, tokens), flush), "several tokens: rows that fold get a launch of their own"
     if batch * geometry.heads * math.ceil(geometry.value_dim / 16) <= FEW_UNITS:
         if channel:
@@ -208,6 +208,12 @@ def _drafts(layout: StateLayout, tokens: int) -> Tile:
     crowded = tokens > 4 or layout.recurrence.decay == "channel" or geometry.key_dim > 128
     half = geometry.value_dim % 32 or (crowded and read_codes(layout) is None)
     return Tile(16 if half else 32)
+
+
+def _draft_fold(layout: StateLayout) -> Tile:
+    """The same of its flush, which goes through the key rows in parts."""
+    block_p = 16 if layout.geometry.value_dim % 32 or is_random(layout) else 32
+    return replace(_fit(layout, block_p, 8, 1), num_stages=2, num_warps=1)
 
 
 @cache

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.drafts import append, draft_units, first_launch_done
+from replayssm.kernels.drafts import append, draft_units, first_launch_done, fold_units
 from replayssm.kernels.exact import (
     channel_answers,
     channel_keys,
@@ -99,22 +99,32 @@ def verify_kernel(
             first = item % chunks * count
             last = tl.minimum(first + count, units)
             slot = tl.load(row + SLOT)
-            verify_units(
-                b, first, last, slot, tl.load(row + FOLDED), row, state,
-                state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
-                probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
-                STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
-                CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
-            )  # fmt: skip
+            if T > 1 and not CHANNEL and not SCALED:
+                fold_units(
+                    b, first, last, slot, row, state, state_slot, keys, writes, values, key, query, value, layer_params,
+                    weights, probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK,
+                    BLOCK_P, STAGES, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM, MANTISSA, LEAST,
+                )  # fmt: skip
+            else:
+                verify_units(
+                    b, first, last, slot, tl.load(row + FOLDED), row, state,
+                    state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
+                    probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
+                    STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
+                    CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
+                )  # fmt: skip
             if HAS_COPY:
                 tl.debug_barrier()  # what other threads have stored is read, from here on also ahead
-                for unit in tl.range(first, last, num_stages=STAGES):
-                    h = unit // (units // H)
+                # a warp has room for 8 columns of all codes; those of kernels/drafts.py are alone
+                columns: tl.constexpr = 8 if T > 1 and not CHANNEL and not SCALED else BLOCK_P
+                share: tl.constexpr = BLOCK_P // columns
+                for item in tl.range(first * share, last * share, num_stages=STAGES):
+                    h = item // (units * share // H)
                     head = state + slot * state_slot + h * ((N // 4 if SCALED else N) * P)
+                    p = item % (units * share // H) * columns + tl.arange(0, columns)
                     round_copy(
-                        head, state_scale, copy, slot, h, unit_columns(unit, P, BLOCK_P), saturated, N, P, SCALED,
-                        CODES, BLOCKS, CODE, LARGEST_CODE,
-                    )  # fmt: skip
+                        head, state_scale, copy, slot, h, p, saturated, N, P, SCALED, CODES, BLOCKS, CODE, LARGEST_CODE
+                    )
     else:
         b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
