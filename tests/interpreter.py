@@ -24,6 +24,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from . import bookkeeping
+
 FLOATS = {
     tl.float64: torch.float64,
     tl.float32: torch.float32,
@@ -157,6 +159,7 @@ def repair() -> None:
     _Builder.create_rsqrt = _rsqrt
     _Builder.create_atomic_rmw = _refuse_narrow_atomics(_Builder.create_atomic_rmw)
     _Builder.get_bf16 = _constant
+    bookkeeping.remember()
 
 
 def _interpret_language() -> None:

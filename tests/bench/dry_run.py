@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-import interpreter  # noqa: E402
+from tests import interpreter  # noqa: E402
 
 interpreter.switch_on()
 

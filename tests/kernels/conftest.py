@@ -1,8 +1,6 @@
 """Kernels are interpreted where there is no GPU, and compiled where there is one."""
 
-import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,29 +9,6 @@ from .. import interpreter
 
 if not torch.cuda.is_available():
     interpreter.switch_on()
-    import triton.language as tl
-    from triton.runtime import interpreter as stock
-
-    _patch, _patched = stock._patch_lang, set()
-
-    class _Nothing:
-        def restore(self) -> None:
-            pass
-
-    def _patch_once(function: Any) -> Any:
-        """Patch the language as a kernel starts, not again for each function that it calls: a third of the time."""
-        langs = {x.__name__ for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)}
-        if langs <= _patched:
-            return _Nothing()
-        outermost = not _patched
-        scope = _patch(function)
-        _patched.update(langs)
-        if outermost:
-            restore = scope.restore
-            scope.restore = lambda: (_patched.clear(), restore())
-        return scope
-
-    stock._patch_lang = _patch_once
 
 
 @pytest.fixture
