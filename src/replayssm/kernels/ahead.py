@@ -330,7 +330,7 @@ def _compile(
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
     if columns > TENSOR_MEMORY:  # Triton then leaves the kernel empty, and says so at its launch
         raise RuntimeError(f"{kernel.__name__} takes {columns} columns of tensor memory, of {TENSOR_MEMORY}")
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+    return _resources(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared)
 
 
 def _with_constexpr(types: tuple[Any, ...], path: list[int]) -> tuple[Any, ...]:
@@ -357,14 +357,14 @@ def _aligned_paths(signature: dict[str, Any]) -> list[tuple[int, ...]]:
     return paths
 
 
-def _resources(cubin: bytes, shared_bytes: int) -> Resources:
+def _resources(cubin: bytes, ptx: str, shared_bytes: int) -> Resources:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-        code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     assert found is not None
-    tensor_core = re.search(r"\b(HMMA|HGMMA|QGMMA)", code) is not None
-    return Resources(int(found[1]), shared_bytes, int(found[2]), tensor_core, "UBLKPF" in code)
+    products = re.search(r"^\s*(@\S+ )?(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx, re.MULTILINE)
+    hints = "cp.async.bulk.prefetch.L2" in ptx
+    return Resources(int(found[1]), shared_bytes, int(found[2]), products is not None, hints)
