@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 
 import torch
 
 from replayssm import ReplayConfig
 from replayssm.kernels import ahead
+from replayssm.kernels.ahead import Resources
 from replayssm.kernels.convolve import MAX_TOKENS
 from replayssm.kernels.launch import Choice
 from replayssm.kernels.tuned import FOLDER, Shape, heuristic, load
@@ -72,7 +74,7 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
             ("gdn", 16, 1, "fp8+nvfp4"),
             ("gdn", 16, 4, "fp8"),
             ("kda", 32, 1, "fp32+nvfp4"),
-            ("kda", 32, 4, "fp32+fp8"),
+            ("kda", 16, 4, "fp32+fp8"),
             ("kda", 32, 1, "fp8+nvfp4"),
             ("kda", 16, 1, "fp8"),
             ("mamba2", 16, 1, "fp16-stochastic"),
@@ -101,15 +103,25 @@ def tuned(most: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
             yield f"{path.stem} {fitting[0].name} T={row.tokens} batch {row.batch}", layout, row.tokens, row.choice
 
 
-def mixers(name: str, capability: int) -> dict[str, object]:
+Job = Callable[[], dict[str, Resources]]
+"""Compiles something and says what each kernel takes, by title."""
+
+
+def choice_job(title: str, layout: StateLayout, tokens: int, choice: Choice, capability: int) -> Job:
+    return lambda: {
+        f"{title} {launch}": resources
+        for launch, resources in ahead.compile_choice(layout, tokens, choice, capability).items()
+    }
+
+
+def mixers(name: str, capability: int) -> Iterator[Job]:
     """Convolution with gates and gated norm around a recurrence."""
     parts, inputs, params, gates, constants, size, shared, gate_first, is_sigmoid = MIXERS[name]
-    found: dict[str, object] = {}
-    for tokens, items, is_tree in [(1, 1, False), (1, MAX_TOKENS, False), (4, MAX_TOKENS, True)]:
+
+    def convolve(tokens: int, items: int, is_tree: bool) -> dict[str, Resources]:
         geometry = replace(GEOMETRIES[name], conv_channels=sum(parts))
-        layout = layout_of(name, geometry, tokens)
         resources = ahead.compile_convolve(
-            layout,
+            layout_of(name, geometry, tokens),
             tokens,
             parts,
             capability,
@@ -120,34 +132,60 @@ def mixers(name: str, capability: int) -> dict[str, object]:
             gate_constants=constants,
             is_tree=is_tree,
         )
-        found[f"{name} convolve T={tokens} items {items}"] = asdict(resources)
-    resources = ahead.compile_gated_norm(
-        layout, 1, size, capability, shared=shared, gate_first=gate_first, is_sigmoid=is_sigmoid
-    )
-    return found | {f"{name} gated norm": asdict(resources)}
+        return {f"{name} convolve T={tokens} items {items}": resources}
+
+    def gated_norm() -> dict[str, Resources]:
+        resources = ahead.compile_gated_norm(
+            layout_of(name, GEOMETRIES[name], 1),
+            1,
+            size,
+            capability,
+            shared=shared,
+            gate_first=gate_first,
+            is_sigmoid=is_sigmoid,
+        )
+        return {f"{name} gated norm": resources}
+
+    for tokens, items, is_tree in [(1, 1, False), (1, MAX_TOKENS, False), (4, MAX_TOKENS, True)]:
+        yield partial(convolve, tokens, items, is_tree)
+    yield gated_norm
 
 
-def main(capability: int, most: int) -> None:
-    found: dict[str, object] = {}
-    for title, layout, tokens, choice in [*heuristics(capability), *(tuned(most) if capability == 90 else ())]:
-        for launch, resources in ahead.compile_choice(layout, tokens, choice, capability).items():
-            found[f"{title} {launch}"] = asdict(resources)
-    for name, geometry in GEOMETRIES.items():
-        layout = layout_of(name, geometry, 1)
-        found[f"{name} fold"] = asdict(ahead.compile_materialize(layout, in_place=True, capability=capability))
-        if capability == 90:
-            trees = layout_of(name, geometry, 8)
-            found[f"{name} tree"] = asdict(ahead.compile_prepare(trees, 8, is_tree=True))
-            found[f"{name} compact"] = asdict(ahead.compile_compact(trees, 8))
-        found |= mixers(name, capability)
+def around(name: str, capability: int) -> dict[str, Resources]:
+    """What folds between steps and, for sm_90, what trees need."""
+    layout = layout_of(name, GEOMETRIES[name], 1)
+    found = {f"{name} fold": ahead.compile_materialize(layout, in_place=True, capability=capability)}
+    if capability == 90:
+        trees = layout_of(name, GEOMETRIES[name], 8)
+        found[f"{name} tree"] = ahead.compile_prepare(trees, 8, is_tree=True)
+        found[f"{name} compact"] = ahead.compile_compact(trees, 8)
+    return found
+
+
+def long_solve(capability: int) -> dict[str, Resources]:
+    config = ReplayConfig(64, read_format="nvfp4")
+    layout = StateLayout(get("kda"), GEOMETRIES["kda"], config, torch.bfloat16)
+    return {"kda long solve": ahead.compile_solve(layout, capability)}
+
+
+def jobs(capability: int, most: int) -> Iterator[Job]:
+    for row in [*heuristics(capability), *(tuned(most) if capability == 90 else ())]:
+        yield choice_job(*row, capability)
+    for name in GEOMETRIES:
+        yield partial(around, name, capability)
+        yield from mixers(name, capability)
     if capability == 100:
-        config = ReplayConfig(64, read_format="nvfp4")
-        layout = StateLayout(get("kda"), GEOMETRIES["kda"], config, torch.bfloat16)
-        found["kda long solve"] = asdict(ahead.compile_solve(layout, capability))
-    for name, resources in ahead.compile_cursor_kernels(capability).items():
-        found[name] = asdict(resources)
-    print(json.dumps(found))
+        yield partial(long_solve, capability)
+    yield partial(ahead.compile_cursor_kernels, capability)
+
+
+def main(capability: int, most: int = sys.maxsize, part: int = 0, parts: int = 1) -> None:
+    """Compile every `parts`-th of the jobs, from number `part` on."""
+    found: dict[str, Resources] = {}
+    for job in islice(jobs(capability, most), part, None, parts):
+        found |= job()
+    print(json.dumps({title: asdict(resources) for title, resources in found.items()}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize)
+    main(*map(int, sys.argv[1:]))

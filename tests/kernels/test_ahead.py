@@ -15,12 +15,16 @@ SOURCE = Path(__file__).parents[2] / "src"
 TUNED_CHOICES = 3  # of each table; `python tests/kernels/ahead_of_time.py 90` compiles all of them
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_and_do_not_spill(capability: int, tmp_path: Path) -> None:
+PARTS = {80: 1, 90: 4, 100: 2}
+"""Processes per compute capability: they share the workers evenly."""
+
+
+@pytest.mark.parametrize(("capability", "part"), [(c, part) for c, parts in PARTS.items() for part in range(parts)])
+def test_kernels_compile_and_do_not_spill(capability: int, part: int, tmp_path: Path) -> None:
     # a process of its own: this one interprets kernels
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(SOURCE)}
-    command = [sys.executable, str(SCRIPT), str(capability), str(TUNED_CHOICES)]
+    command = [sys.executable, str(SCRIPT), *map(str, (capability, TUNED_CHOICES, part, PARTS[capability]))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
