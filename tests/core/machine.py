@@ -646,13 +646,15 @@ class Machine(RuleBasedStateMachine):
         """
         before = [{name: tensor.clone() for name, tensor in layer.tensors.items()} for layer in self.pool.layers]
         counters = {name: tensor.clone() for name, tensor in self.pool.cursor.items()}
-        own = self.committed_rows()
+        own = self.committed_rows() if kept else {}
         gaps = self.gaps()
         yield
         same = [slot for slot in range(self.setup.slots) if slot not in except_slots]
         for index, layer in enumerate(self.pool.layers):
             for name, tensor in layer.tensors.items():
                 old, new = bits(before[index][name]), bits(tensor)
+                if torch.equal(old, new):
+                    continue
                 assert torch.equal(old[same], new[same]), f"layer {index}: {name} of another slot has changed"
                 for slot, folds in (kept or {}).items():
                     if name.split(".")[0] in ("checkpoint", "read_copy"):
@@ -686,18 +688,16 @@ class Machine(RuleBasedStateMachine):
     def committed_rows(self, pending: bool = False) -> dict[str, Tensor]:
         """bool [slots, rows] of ring and carry: rows that later steps may read, pending ones included if asked."""
         cursor, layout = self.pool.cursor, self.model.layout
-        ring = torch.zeros(self.setup.slots, layout.ring_rows, dtype=torch.bool)
-        carry = torch.zeros(self.setup.slots, layout.carry_rows, dtype=torch.bool)
+        ring = np.zeros((self.setup.slots, layout.ring_rows), dtype=bool)
+        carry = np.zeros((self.setup.slots, layout.carry_rows), dtype=bool)
         for slot in self.usable():
             sequence, start = self.live[slot], int(cursor.start[slot])
             length, position = sequence.length, len(sequence.tokens)
             drafts = len(sequence.pending) if pending else 0
-            for j in range(length + drafts):
-                ring[slot, (start + j) % layout.ring_rows] = True
+            ring[slot, np.arange(start, start + length + drafts) % layout.ring_rows] = True
             lag = layout.conv_lag + (length if self.config.carry_history else 0)
-            for p in range(max(0, position - lag), position + drafts):
-                carry[slot, p % layout.carry_rows] = True
-        return {"ring": ring, "carry": carry}
+            carry[slot, np.arange(max(0, position - lag), position + drafts) % layout.carry_rows] = True
+        return {"ring": torch.from_numpy(ring), "carry": torch.from_numpy(carry)}
 
     def poison(self) -> None:
         """NaN into everything that must not be read before it is written."""

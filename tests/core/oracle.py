@@ -167,6 +167,7 @@ class OracleLayer:
     params: Token
     tokens: Mapping[str, Array]  # name -> [number of tokens, ...]
     state_shape: tuple[int, int, int]
+    seen: dict[tuple[int, int], tuple[Array, Next]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def corrects(self) -> bool:
@@ -175,6 +176,13 @@ class OracleLayer:
 
     def token(self, number: int) -> Token:
         return {name: values[number] for name, values in self.tokens.items()}
+
+    def after(self, state: Array, number: int) -> Next:
+        """A token's effect on a state. Remembered: a commit asks again for what its step was compared with."""
+        key = id(state), number
+        if key not in self.seen:
+            self.seen[key] = state, self.rule(state, self.token(number), self.params)
+        return self.seen[key][1]
 
 
 @dataclass
@@ -256,7 +264,7 @@ class Sequence:
         spec, found = self.layers[layer], []
         for number, parent in zip(numbers, chain(len(numbers)) if parents is None else parents, strict=True):
             state = self.state(layer) if parent < 0 else found[parent].state
-            found.append(spec.rule(state, spec.token(number), spec.params))
+            found.append(spec.after(state, number))
         return found
 
     # ---- bounds, each [H]
