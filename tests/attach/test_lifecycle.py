@@ -230,7 +230,7 @@ def test_compiled_decoding() -> None:
 
 
 def test_the_first_forward_of_a_cache_may_be_compiled() -> None:
-    model = build("nemotron_h")
+    model = build("falcon_h1")
     with attached(model, window=4):
         held = new_cache(model)
         expected = [forward(model, ids, held) for ids in (prompt(5), prompt(1))]
