@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,9 +36,6 @@ class Setup:
     slots: int = 5
     paged: bool = False
     seed: int = 0
-
-    def with_config(self, **changes: object) -> Setup:
-        return replace(self, config=replace(self.config, **changes))
 
 
 @dataclass

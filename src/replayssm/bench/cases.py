@@ -11,7 +11,7 @@ import torch
 from replayssm.bench.geometries import Model, find
 from replayssm.config import ReplayConfig
 from replayssm.planner.model import MODEL_DTYPE
-from replayssm.planner.step import require_work
+from replayssm.planner.step import require_work, steps_label
 from replayssm.state.cursor import Phase, cycle
 from replayssm.state.formats import FORMATS
 from replayssm.state.layout import StateLayout, Tally
@@ -97,7 +97,7 @@ class Case:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        steps = f" T={self.verify_len} a={self.accepted}" if self.verify_len > 1 else ""
+        steps = steps_label(self.verify_len, self.accepted)
         return f"{self.geometry} B={self.batch} {self.format} W={self.window}{steps}"
 
 

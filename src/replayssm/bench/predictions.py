@@ -12,7 +12,7 @@ from replayssm.bench.steps import PerTokenSide
 from replayssm.planner.gpus import Fit, Gpu, KernelCosts
 from replayssm.planner.kernels import layer_times, ordinary_us
 from replayssm.planner.model import config_of, fewer_layers, known_configs, sizes_of
-from replayssm.planner.step import Workload, plan, step_time
+from replayssm.planner.step import Workload, plan, step_time, steps_label
 
 LIMIT = 0.15
 """What a prediction may be off."""
@@ -99,6 +99,6 @@ def _predicted(costs: KernelCosts, row: Row) -> float:
 
 
 def _label(row: Row) -> str:
-    steps = f" T={row.verify_len} a={row.accepted}" if row.verify_len > 1 else ""
+    steps = steps_label(row.verify_len, row.accepted)
     window = "" if row.window in (None, WINDOW_OF["+" in row.format]) else f" W={row.window}"
     return f"{row.geometry} B={row.batch} {row.format} {row.what} {row.view}{window}{steps}"

@@ -18,6 +18,7 @@ from replayssm.bench.reference import CheckFailed, Errors
 from replayssm.bench.replay import Replay
 from replayssm.bench.rows import Conditions, Refusal, Report, Row, best
 from replayssm.bench.timing import Timer, Timing, rotation, spread, timer_for
+from replayssm.planner.step import steps_label
 
 STEPS_BYTES = 60e9
 """Most memory for the layers of a whole step."""
@@ -229,7 +230,7 @@ class Session:
 
     def _add(self, row: Row) -> Row:
         self.report.add(row)
-        steps = f" T={row.verify_len} a={row.accepted}" if row.verify_len > 1 else ""
+        steps = steps_label(row.verify_len, row.accepted)
         window = "" if row.window is None else f" W={row.window}"
         ratios = [
             f"{value:.2f}x {label}"

@@ -24,7 +24,7 @@ from replayssm.decode import STATIC, Runner, compile_neighbours
 from replayssm.decode.columns import Ragged
 from replayssm.decode.runner import WARM_UP
 from replayssm.planner.model import MODEL_DTYPE, build, config_of
-from replayssm.planner.step import require_work
+from replayssm.planner.step import require_work, steps_label
 from replayssm.state.cursor import cycle
 
 CHECKED_ROWS, CHECKED_PROMPT, MOST_CHECKED = 2, 5, 256
@@ -69,7 +69,7 @@ class StepCase:
         return ReplayConfig.of(self.format, window=self.window, verify_len=self.verify_len)
 
     def __str__(self) -> str:
-        steps = f" T={self.verify_len} a={self.accepted}" if self.verify_len > 1 else ""
+        steps = steps_label(self.verify_len, self.accepted)
         return f"{self.model} B={self.batch} context={self.context} {self.format} W={self.window}{steps}"
 
 

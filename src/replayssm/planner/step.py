@@ -45,6 +45,11 @@ def require_work(verify_len: int = 1, accepted: int = 1, **counts: int) -> None:
         raise ValueError(f"accepted must be in 1..verify_len = {verify_len}, got {accepted}")
 
 
+def steps_label(verify_len: int, accepted: int) -> str:
+    """What a label of something measured or predicted says of its steps, a blank in front: of single tokens nothing."""
+    return f" T={verify_len} a={accepted}" if verify_len > 1 else ""
+
+
 @dataclass(frozen=True)
 class Workload:
     """What is decoded.
