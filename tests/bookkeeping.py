@@ -45,7 +45,9 @@ def _tensor(self: Any, handle: Any, type: tl.dtype) -> None:
 
 
 def _same(self: Any, other: Any) -> bool:
-    return self is other or _stock_same(self, other)
+    if self is other:
+        return True
+    return self.name == other.name if type(other) is tl.dtype else _stock_same(self, other)
 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:

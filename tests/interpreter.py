@@ -37,6 +37,8 @@ FLOATS = {
 NARROW = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 """Formats that numpy lacks: the interpreter holds their bits in unsigned integers."""
 
+_NARROW_NAMES = frozenset(dtype.name for dtype in NARROW)
+
 BITS = {
     1: (np.uint8, torch.uint8),
     2: (np.uint16, torch.uint16),
@@ -87,7 +89,7 @@ def narrow(values: np.ndarray, dtype: Any) -> Any:
 
 
 def _is_narrow(*handles: Any) -> bool:
-    return any(handle.dtype.scalar in NARROW for handle in handles)
+    return not _NARROW_NAMES.isdisjoint([handle.dtype.scalar.name for handle in handles])
 
 
 def _repair_elementwise(name: str, result: int) -> None:
