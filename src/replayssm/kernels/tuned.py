@@ -158,7 +158,10 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
 
 
 FEW_UNITS = 1024
-"""Up to this many units of 16 columns (two rows of a large layer) an H200 has less to read than to wait for."""
+"""Up to this many units of 16 columns (two rows of a large layer) an H200 has less to read than to wait for.
+
+Up to half of them (one row) it waits for a second launch longer than for states to be written.
+"""
 
 
 def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str]:
@@ -184,9 +187,10 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     if tokens > 1:
         flush = _fit(layout, 16, 1, 4) if channel else _draft_fold(layout)
         return Choice(_drafts(layout, tokens), flush), "several tokens: rows that fold get a launch of their own"
-    if batch * geometry.heads * math.ceil(geometry.value_dim / 16) <= FEW_UNITS:
-        if channel:
-            return Choice(_fit(layout, 16, 1, 2), recurrent=True), "few rows with channel decays: record by record"
+    units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
+    if units <= (FEW_UNITS if channel else FEW_UNITS // 2):
+        return Choice(_fit(layout, 16, 1, 2 if channel else 1), recurrent=True), "few rows: record by record"
+    if units <= FEW_UNITS:
         return Choice(_fit(layout, 16, 1, 1)), "few rows: one launch of many small programs over the states"
     step = _fit(layout, 64, 1, 1) if narrow and not recurrence.delta_rule else _fit(layout, 32, 2, 1)
     flush = _fit(layout, folded, 8, 4 if channel else 2, 3)
