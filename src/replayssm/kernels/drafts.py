@@ -423,7 +423,7 @@ def fold_unit(
     p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
     p_mask = p < P
     # some key rows after the other: all of them, and what the fold adds to them, are more than the registers hold
-    CHUNK: tl.constexpr = NP if RANDOM else max(16, min(NP, 1024 // BLOCK_P))
+    CHUNK: tl.constexpr = NP if RANDOM else min(NP, 32)
     j, c = tl.arange(0, WP), tl.arange(0, BLOCK_P)
     records = quad_rows(WP, True)[:, :, :, :, None]
     past = load_records(values if solved else writes, slot, h, start, folded, records, p, p_mask, RING_ROWS)

@@ -115,13 +115,13 @@ def verify_kernel(
                 )  # fmt: skip
             if HAS_COPY:
                 tl.debug_barrier()  # what other threads have stored is read, from here on also ahead
-                # a warp has room for 8 columns of all codes; those of kernels/drafts.py are alone
-                columns: tl.constexpr = 8 if T > 1 and not CHANNEL and not SCALED else BLOCK_P
-                share: tl.constexpr = BLOCK_P // columns
-                for item in tl.range(first * share, last * share, num_stages=STAGES):
-                    h = item // (units * share // H)
+                # one warp has room for all codes of 16 columns
+                columns: tl.constexpr = min(BLOCK_P, 16) if T > 1 else BLOCK_P
+                shares: tl.constexpr = units // H * (BLOCK_P // columns)
+                for item in tl.range(first * shares * H // units, last * shares * H // units, num_stages=STAGES):
+                    h = item // shares
                     head = state + slot * state_slot + h * ((N // 4 if SCALED else N) * P)
-                    p = item % (units * share // H) * columns + tl.arange(0, columns)
+                    p = item % shares * columns + tl.arange(0, columns)
                     round_copy(
                         head, state_scale, copy, slot, h, p, saturated, N, P, SCALED, CODES, BLOCKS, CODE, LARGEST_CODE
                     )
