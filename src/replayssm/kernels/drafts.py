@@ -85,15 +85,21 @@ def dot_parts(a, b):
 
 
 @triton.jit
+def tf32_halves(x):
+    """Two fp32 numbers that make x: its first 11 bits, rounded to nearest, and the rest, which has 12 bits at most."""
+    high = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
 def dot_halves(a, b):
     """a @ b of an fp32 `a` and a `b` of 11 bits or fewer, in two products.
 
-    `a` is the sum of two parts of 11 bits, the first rounded to nearest. The other may have 12 bits, of which tensor
-    cores drop the last: of a term at most its last bit is wrong, in both directions alike (docs/numerics.md).
+    Tensor cores cut a 12th bit off: of a term at most its last bit is wrong, in both directions alike
+    (docs/numerics.md).
     """
-    high = ((a.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
-    low = tl.dot(a - high, b, input_precision="tf32")
-    return tl.dot(high, b, low, input_precision="tf32")
+    high, low = tf32_halves(a)
+    return tl.dot(high, b, tl.dot(low, b, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit

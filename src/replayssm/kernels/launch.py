@@ -27,7 +27,7 @@ from replayssm.state.pool import LayerState
 MAX_PREPARED_HEADS = 16
 """Heads of a program of the first launch, at most."""
 
-MAX_PREPARED_WEIGHTS = 2048
+MAX_PREPARED_WEIGHTS = 512
 """Weights of ring rows that such a program, of one warp, has room for."""
 
 FEWEST_PREPARING = 1024

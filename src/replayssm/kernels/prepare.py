@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.kernels.drafts import quad_rows, quads_left, quads_right
 from replayssm.kernels.exact import channel_keys, exact_dot, head_weights, high_low, newest_first
 from replayssm.kernels.formats import store_probe
 from replayssm.kernels.plan import FOLD_START, FOLDED, HISTORY, SLOT, TOKENS, TREE
@@ -128,8 +129,8 @@ def prepare_kernel(
             )  # fmt: skip
         else:
             head_tokens(
-                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at + n, key[2],
-                query_at + n, query[2], inputs, layer_params, out,
+                b, h, g, slot, tokens, folded, start, records, tree, n, n_mask, keys, ring, rates, key_at, key[2],
+                query_at, query[2], inputs, layer_params, out,
                 H // G, N, T, RING_ROWS, TP, WP, HEADS, BLOCK, DELTA, IS_TREE, RECORD_SCALES, RECORD_DECAY, TOKEN_DECAY,
                 TOKEN_RATE, KEY_SCALE, QUERY_SCALE, STORE_RECORD, SOLVES,
             )  # fmt: skip
@@ -248,25 +249,47 @@ def head_tokens(
     KEY_SCALE: tl.constexpr, QUERY_SCALE: tl.constexpr, STORE_RECORD: tl.constexpr, SOLVES: tl.constexpr,
 ):  # fmt: skip
     """The same for several tokens, all of them at once: one after the other, each would wait for its loads."""
-    D: tl.constexpr = 16  # rows that tensor cores take at least; those beyond the row's tokens are zero
-    j, i, t = newest_first(WP), tl.arange(0, D), tl.arange(0, TP)
-    live, row_live = (t < tokens)[None, :], (i < tokens)[:, None]
-    rows = (start + j) % RING_ROWS
-    key_tile = keys[0] + slot * keys[1] + rows[:, None] * keys[2] + g * keys[3] + n[None, :]
-    kept = tl.load(key_tile, mask=(j < records)[:, None] & n_mask[None, :], other=0)
-    k_tile = tl.load(key_at[None, :] + i[:, None] * key_token, mask=row_live & n_mask[None, :], other=0)
-    q_tile = tl.load(query_at[None, :] + i[:, None] * query_token, mask=row_live & n_mask[None, :], other=0)
-    column_mask = n_mask[:, None] & live
-    k_columns = tl.load(key_at[:, None] + t[None, :] * key_token, mask=column_mask, other=0)
-    q_columns = tl.load(query_at[:, None] + t[None, :] * query_token, mask=column_mask, other=0)
+    D: tl.constexpr = 16  # rows that tensor cores take at least, and columns
+    C: tl.constexpr = max(8, (2 if DELTA else 1) * TP)
+    NP: tl.constexpr = n.shape[0]
+    j, i, t, c = newest_first(WP), tl.arange(0, D), tl.arange(0, TP), tl.arange(0, C)
+    live = (t < tokens)[None, :]
+    # operands as lanes load them (kernels/drafts.py): ring rows and keys in rows, queries (and keys) in columns
+    channel = quad_rows(NP)
+    kept_row = WP - 1 - row_of(WP)
+    kept_at = keys[0] + slot * keys[1] + (start + kept_row) % RING_ROWS * keys[2] + g * keys[3]
+    kept_at += channel[:, :, :, :, None]
+    inside = channel[:, :, :, :, None] < N
+    kept = quads_left(tl.load(kept_at, mask=(kept_row < records) & inside, other=0), True)
+    k_at = key_at + row_of(D) * key_token + channel[:, :, :, :, None]
+    k_tile = quads_left(tl.load(k_at, mask=(row_of(D) < tokens) & inside, other=0), True)
+    if DELTA:
+        kind, c_token = c % 2, c // 2
+        columns_at = tl.where(kind > 0, key_at + c_token * key_token, query_at + c_token * query_token)
+    else:
+        kind, c_token = c * 0, c
+        columns_at = query_at + c_token * query_token
+    mask = (c_token < tokens)[None, :, None, None] & (channel < N)
+    columns = quads_right(tl.load(columns_at[None, :, None, None] + channel, mask=mask, other=0), True)
+    raw_mask = (t < tokens)[:, None] & n_mask[None, :]
+    raw_k = tl.load(key_at + t[:, None] * key_token + n[None, :], mask=raw_mask, other=0)
     heads = h + tl.arange(0, HEADS)[:, None]
     log_step = TOKEN_DECAY(inputs, layer_params, b, t[None, :], heads, n, n_mask, live, N)
     rate = TOKEN_RATE(inputs, b, t[None, :], heads, live)
     weight, log_decay = head_weights(
         ring, layer_params, slot, start, records, g, heads, N, WP, RING_ROWS, RECORD_SCALES, RECORD_DECAY
     )
-    k_scale = tl.zeros([TP], tl.float32) + KEY_SCALE(k_columns.to(tl.float32))
-    q_scale = tl.zeros([TP], tl.float32) + QUERY_SCALE(q_columns.to(tl.float32), N)
+    k_scale = tl.zeros([D], tl.float32) + KEY_SCALE(tl.trans(k_tile.to(tl.float32)))
+    k_scale = first_rows(tl.where(i < TP, k_scale, 0.0)[:, None], TP)
+    k_scale = tl.reshape(k_scale, [TP])
+    q_scale = tl.zeros([C], tl.float32) + QUERY_SCALE(columns.to(tl.float32), N)
+    factor = q_scale
+    if DELTA:
+        factor = tl.where(kind > 0, tl.zeros([C], tl.float32) + KEY_SCALE(columns.to(tl.float32)), q_scale)
+    q_scale = tl.reshape(by_kind(tl.where(c_token < TP, q_scale, 0.0)[None, :], TP, DELTA)[0], [TP])
+    past_q, past_k = by_kind(exact_dot(kept, columns) * factor[None, :], TP, DELTA)
+    new = first_rows(exact_dot(k_tile, columns) * factor[None, :], TP)
+    new_q, new_k = by_kind(new, TP, DELTA)
 
     # the decay from the checkpoint to each token, and from each draft to each token behind it: both are sums along the
     # path and no differences of sums, which would carry the rounding errors of what came before
@@ -302,16 +325,12 @@ def head_tokens(
     past_mask = (in_step & (folded == 0))[:, :, None]
     drafts_at = token[:, :, None] + (2 if DELTA else 1) * WP + t[None, None, :]
     draft_mask = in_step[:, :, None] & in_step[:, None, :]
-    past_q = first_rows(exact_dot(q_tile, tl.trans(kept)), TP) * q_scale[:, None]
-    new_q = first_rows(tl.trans(first_rows(exact_dot(k_tile, tl.trans(q_tile)), TP)), TP) * q_scale[:, None]
-    tl.store(past_at, from_past * past_q[None, :, :], mask=past_mask)
-    tl.store(drafts_at, from_draft * new_q[None, :, :], mask=draft_mask)
+    tl.store(past_at, from_past * tl.trans(past_q)[None, :, :], mask=past_mask)
+    tl.store(drafts_at, from_draft * tl.trans(new_q)[None, :, :], mask=draft_mask)
     tl.store(token + scalars, decay * q_scale[None, :], mask=in_step)
     if DELTA:
-        past_k = first_rows(exact_dot(k_tile, tl.trans(kept)), TP) * k_scale[:, None]
-        new_k = first_rows(tl.trans(first_rows(exact_dot(k_tile, tl.trans(k_tile)), TP)), TP) * k_scale[:, None]
-        tl.store(past_at + WP, from_past * past_k[None, :, :], mask=past_mask)
-        tl.store(drafts_at + T, from_draft * new_k[None, :, :], mask=draft_mask)
+        tl.store(past_at + WP, from_past * tl.trans(past_k)[None, :, :], mask=past_mask)
+        tl.store(drafts_at + T, from_draft * tl.trans(new_k)[None, :, :], mask=draft_mask)
         tl.store(token + scalars + 1, decay * k_scale[None, :], mask=in_step)
     tl.store(token + scalars + 2, rate, mask=in_step)
 
@@ -320,8 +339,8 @@ def head_tokens(
     if SOLVES:
         store_rates(rates, slot, row[None, :], heads, rate, live)
     if h % GROUP == 0:
-        ring_at = keys[0] + slot * keys[1] + row[None, :] * keys[2] + g * keys[3] + n[:, None]
-        tl.store(ring_at, k_columns, mask=column_mask)
+        ring_at = keys[0] + slot * keys[1] + row[:, None] * keys[2] + g * keys[3] + n[None, :]
+        tl.store(ring_at, raw_k, mask=raw_mask)
 
 
 @triton.jit
@@ -332,6 +351,24 @@ def first_rows(matrix, ROWS: tl.constexpr):
         return matrix
     else:
         return tl.sum(tl.reshape(matrix, [D // ROWS, ROWS, matrix.shape[1]]), 0)
+
+
+@triton.jit
+def row_of(ROWS: tl.constexpr):
+    """Rows [1, 8, 1, 1, ROWS / 8] of the matrix that `quads_left` makes of a tile with one row in each column."""
+    return tl.arange(0, 8)[None, :, None, None, None] + 8 * tl.arange(0, ROWS // 8)[None, None, None, None, :]
+
+
+@triton.jit
+def by_kind(product, TP: tl.constexpr, DELTA: tl.constexpr):
+    """(queries', keys') columns [X, TP] each of a product [X, C], whose other columns are zero; twice the only ones."""
+    X: tl.constexpr = product.shape[0]
+    if DELTA:
+        q, k = tl.split(tl.reshape(product, [X, product.shape[1] // 2, 2]))
+    else:
+        q, k = product, product
+    WIDE: tl.constexpr = q.shape[1] // TP
+    return tl.sum(tl.reshape(q, [X, WIDE, TP]), 1), tl.sum(tl.reshape(k, [X, WIDE, TP]), 1)
 
 
 @triton.jit
