@@ -96,6 +96,7 @@ NOT_COMPARED = {
     "kernels/results/2026-11-30-h200-verify.json",  # all of its cases were measured again
     "kernels/results/2026-11-30-h200-reads-before.json",  # the same
     "steps/results/2026-11-30-h200-nano-before.json",  # the same
+    "kernels/results/2026-11-30-h200-columns.json",  # a form of several tokens that is used for other states
     "kernels/results/2026-11-30-h200-sketches.json",  # parts of kernels
     "kernels/results/2026-11-30-h200-reads-sketches.json",
 }

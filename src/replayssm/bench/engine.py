@@ -36,7 +36,7 @@ LEAST_ALIKE = 0.25
 """Allowed share of compared tokens before rows first differ. bf16 rounding alone turns a near tie now and then, behind
 which a row goes on differently; a step that computes something else agrees on the first token only, the prompt's."""
 SIDES = ("ordinary", "replay")
-DETAILS = ("context", "tok_s", "p99_over_p50", "blocks", "tokens")
+DETAILS = ("context", "tok_s", "p50_us", "p99_over_p50", "blocks", "tokens")
 
 
 @dataclass(frozen=True)

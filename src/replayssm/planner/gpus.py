@@ -91,6 +91,7 @@ class Gpu:
         launch_us: a small launch in a CUDA graph.
         product_us: what a matrix product takes besides its bytes or its arithmetic.
         matmul_tflops: bf16 products, as they are reached.
+        expert_share: of that rate, what the products of many routed experts reach, each with its few tokens.
         attention_gb_s: keys and values.
         kernels: costs of the state's kernels.
         fit: how well predicted layers agree with measured ones.
@@ -104,6 +105,7 @@ class Gpu:
     launch_us: float
     product_us: float
     matmul_tflops: float
+    expert_share: float
     attention_gb_s: float
     kernels: KernelCosts
     fit: Fit
@@ -118,9 +120,12 @@ PRODUCT_US, MATMUL_SHARE = 8.0, 0.64
 """The second is of the data sheet's rate. Both are what the rows without a state part leave for products of 1, 8 and
 256 tokens (`step_fit`)."""
 
-PARTS = ("", "-bits16", "-reads", "-drafts", "-drafts-small", "-draft-windows")
+EXPERT_SHARE = 0.19
+"""From one model: 512 experts with 88 tokens each take 4 ms a layer, what sorts tokens around them included."""
+
+PARTS = ("", "-bits16", "-reads", "-drafts", "-drafts-small", "-draft-windows", "-hints")
 KERNEL_SOURCES = tuple(f"kernels/results/2026-11-30-h200{part}.json" for part in PARTS)
-STEP_PARTS = ("nano", "qwen", "nano-contexts", "qwen-contexts")
+STEP_PARTS = ("nano", "qwen", "nano-contexts", "qwen-contexts", "nano-drafts", "qwen-drafts", "super-drafts")
 STEP_SOURCES = tuple(f"steps/results/2026-11-30-h200-{part}.json" for part in STEP_PARTS)
 
 H200 = Gpu(
@@ -130,6 +135,7 @@ H200 = Gpu(
     launch_us=1.75,
     product_us=PRODUCT_US,
     matmul_tflops=MATMUL_SHARE * 989,
+    expert_share=EXPERT_SHARE,
     attention_gb_s=ATTENTION_SHARE * READ_GB_S,
     kernels=KernelCosts(
         launch_us=3.751,
@@ -154,8 +160,8 @@ H200 = Gpu(
         ordinary_launch_us=2.284,
         ordinary_gb_s=3855,
     ),
-    fit=Fit(rows=328, median=0.052, worst=0.569, beyond=27, sources=KERNEL_SOURCES),
-    step_fit=Fit(rows=50, median=0.043, worst=0.109, beyond=0, sources=STEP_SOURCES),
+    fit=Fit(rows=331, median=0.052, worst=0.569, beyond=27, sources=KERNEL_SOURCES),
+    step_fit=Fit(rows=61, median=0.042, worst=0.109, beyond=0, sources=STEP_SOURCES),
     note="memory and bf16 rate from the data sheet, 64 % of which products reach in the measured steps, beside 8 us "
     "each; reads and launches from the read floors of the measured files",
 )

@@ -207,14 +207,15 @@ def step_time(model: ModelSizes, gpu: Gpu, workload: Workload, state_us: float) 
     """The complete step around a state part of `state_us`: every neighbour as it is with or without replay."""
     tokens = workload.batch * workload.verify_len
 
-    def product(read: float, multiplied: float) -> float:
+    def product(read: float, multiplied: float, share: float = 1.0) -> float:
         moved = WEIGHT_BYTES * read / gpu.read_gb_s / 1e3
-        return gpu.product_us + max(moved, 2 * tokens * multiplied / gpu.matmul_tflops / 1e6)
+        return gpu.product_us + max(moved, 2 * tokens * multiplied / gpu.matmul_tflops / share / 1e6)
 
     matrices = sum(product(weights, weights) for weights in model.matrices)
     # experts' weights come in two matrices
     matrices += sum(
-        gpu.product_us + product(e.touched(tokens) * e.weights, e.chosen * e.weights) for e in model.experts
+        gpu.product_us + product(e.touched(tokens) * e.weights, e.chosen * e.weights, gpu.expert_share)
+        for e in model.experts
     )
     kept = workload.batch * workload.context * model.kv_elements * WEIGHT_BYTES
     scores = tokens * workload.context * model.score_flops
