@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ if __name__ == "__main__":
     for each in specification["runs"]:
         try:
             result = run(each)
-        except Exception as error:  # noqa: BLE001 -
+        except Exception as error:  # noqa: BLE001 - of an engine that is to be refused, this is the answer
+            traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
         print(MARK + json.dumps(result), flush=True)

@@ -70,5 +70,7 @@ def _one_process(runs: Sequence[dict[str, Any]], variables: Mapping[str, str]) -
         )
     mark = "RESULT "
     found = [json.loads(line[len(mark) :]) for line in done.stdout.splitlines() if line.startswith(mark)]
+    if any("error" in each for each in found):
+        print(done.stderr[-6000:], file=sys.stderr)  # a test that expected no error shows it
     assert len(found) == len(runs), done.stdout[-2000:] + done.stderr[-6000:]
     return found
