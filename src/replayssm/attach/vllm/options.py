@@ -11,7 +11,7 @@ from replayssm.recurrences.engine import engine_bindings
 
 KEY = "replayssm"
 VERSIONS_FROM, VERSIONS_BELOW = (0, 26), (0, 33)
-"""Run on 0.32.0 (CPU). The other end, 0.26.0, is the last release for torch 2.11, and was started on a GPU."""
+"""Run on 0.32.0 (CPU) and on the other end, 0.26.0, the last release for torch 2.11 (H200)."""
 
 OURS = ("verify_len", "carry_history")
 """Fields of `ReplayConfig` that follow from the engine's configuration, or that the engine has no use for."""
