@@ -113,6 +113,8 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
     else:
         steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
         flushes = [Tile(32, 8, 1, 2), Tile(32, 8), Tile(16, 8, 1, 2), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
+    if tokens == 1 and layout.recurrence.decay == "head" and layout.config.checkpoint_format != "fp8":
+        flushes += [Tile(32, 8, 1, 2), Tile(16, 8, 1, 2)]  # the fold of several tokens
     for step in steps:
         yield from new(Choice(step, flushes[0]))
     for flush in flushes:

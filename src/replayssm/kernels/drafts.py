@@ -1,4 +1,4 @@
-"""A step of several tokens for rows that are not due: a unit of kernels/verify.py on tensor cores, all tokens at once.
+"""Units of kernels/verify.py with tokens in the columns of products: steps of several tokens, and folds before them.
 
 Tensor cores take each operand from the registers of certain lanes. What is summed over (key rows, ring rows) may come
 in any order, and so may columns: here they come in the order in which lanes load them from memory, 16 bytes at a time,
@@ -6,10 +6,10 @@ so that states and codes go from memory to products without an exchange between 
 that
 
 - a tile begins with a dimension of 4 and one of 8, which become the lanes, and ends with what lies together in memory;
-- columns are the rows of a product and tokens its columns, of which 8 are the fewest (16 would be half empty);
+- columns of a state are the rows of a product and tokens its columns, of which 8 are the fewest;
 - delta rules have a token's output and its correction in neighbouring columns, and so in the same lane.
 
-The layouts are the compiler's choice: another choice would cost time and change nothing else. Programs of one warp.
+The layouts are the compiler's choice: another one, or more than one warp, costs time and changes nothing else.
 """
 
 from __future__ import annotations

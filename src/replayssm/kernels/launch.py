@@ -252,10 +252,16 @@ def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
     return max(1, min(128 * tile.num_warps // tile.block_p, shared, constants["WP"]))
 
 
-def in_columns(layout: StateLayout, mode: int) -> bool:
-    """Whether several tokens are columns of products (kernels/drafts.py) and not rows: in which 8 are the fewest."""
+def in_columns(layout: StateLayout, tokens: int, tile: Tile, mode: int) -> bool:
+    """Whether tokens are columns of products (kernels/drafts.py): of which 8 are the fewest.
+
+    Those of several tokens are, and a single token's in a flush of one-warp programs; decays of channels and
+    checkpoints of codes have another fold.
+    """
+    if mode == STEP_ROWS.value:
+        return tokens > 1
     numbers = layout.recurrence.decay != "channel" and layout.config.checkpoint_format not in TRITON_FORMATS
-    return mode == STEP_ROWS.value or (mode == FLUSH_ROWS.value and numbers)
+    return mode == FLUSH_ROWS.value and numbers and (tokens > 1 or tile.num_warps == 1)
 
 
 @cache
@@ -263,9 +269,11 @@ def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, ov
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
     # delta rules have a correction for each output; products have tokens in columns (kernels/drafts.py) or in rows
     outputs = triton.next_power_of_2(tokens) * (2 if layout.recurrence.delta_rule else 1)
+    columns = in_columns(layout, tokens, tile, mode)
     return layer_constants(layout) | {
         "T": tokens,
-        "TP": max(8 if in_columns(layout, mode) else 16, outputs),
+        "TP": max(8 if columns else 16, outputs),
+        "IN_COLUMNS": columns,
         "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,

@@ -53,7 +53,7 @@ def verify_kernel(
     plan_row, plan, state, state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params,
     weights, probes, solves, y, saturated, seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
-    NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr,
+    NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, IN_COLUMNS: tl.constexpr,
     BLOCK_P: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
     RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
@@ -99,7 +99,7 @@ def verify_kernel(
             first = item % chunks * count
             last = tl.minimum(first + count, units)
             slot = tl.load(row + SLOT)
-            if T > 1 and not CHANNEL and not SCALED:
+            if IN_COLUMNS:
                 fold_units(
                     b, first, last, slot, row, state, state_slot, keys, writes, values, key, query, value, layer_params,
                     weights, probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK,
@@ -116,7 +116,7 @@ def verify_kernel(
             if HAS_COPY:
                 tl.debug_barrier()  # what other threads have stored is read, from here on also ahead
                 # one warp has room for all codes of 16 columns
-                columns: tl.constexpr = min(BLOCK_P, 16) if T > 1 else BLOCK_P
+                columns: tl.constexpr = min(BLOCK_P, 16) if IN_COLUMNS else BLOCK_P
                 shares: tl.constexpr = units // H * (BLOCK_P // columns)
                 for item in tl.range(first * shares * H // units, last * shares * H // units, num_stages=STAGES):
                     h = item // shares
@@ -132,7 +132,7 @@ def verify_kernel(
         folded = tl.load(row + FOLDED)
         if slot < 0:
             zero_units(b, pid % parts, y, P, T, BLOCK_P, UNITS)
-        elif T > 1 and MODE == STEP_ROWS:
+        elif IN_COLUMNS:
             if folded == 0:
                 draft_units(
                     b, pid % parts * UNITS, slot, row, state, state_slot, copy, writes, values, key, query, value,
