@@ -444,7 +444,7 @@ def several_tokens(
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """The same for T tokens at once, as products of small matrices with TP rows.
+    """The same for T tokens at once, as products with TP rows, where kernels/drafts.py does not have them in columns.
 
     Outputs and corrections are the same sums with other weights: row i of a matrix is the output of token i, or from
     LATER on the correction and write vector of token i - LATER; only delta rules keep the two apart.
