@@ -84,7 +84,7 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
             layout = StateLayout(get(name), GEOMETRIES[name], config, torch.bfloat16)
             yield f"{name} {precision} T={tokens} W={window}", layout, tokens, heuristic(layout, 256, tokens)[0]
         for title, (name, geometry) in MORE.items():
-            for tokens in (1, 4):
+            for tokens in (1, 4) if geometry.value_dim == 80 else (1,):
                 layout = layout_of(name, geometry, tokens)
                 yield f"{title} T={tokens}", layout, tokens, heuristic(layout, 256, tokens)[0]
 

@@ -35,6 +35,7 @@ def cases() -> list[Case]:
             replace(plain, choice=SHARED, geometry=GROUP, window=4),
             replace(plain, verify_len=4),
             replace(plain, verify_len=4, choice=SPLIT, paged=True),
+            replace(plain, verify_len=4, choice=SPLIT, geometry=GROUP, steps=3),  # tokens in rows
             replace(plain, verify_len=3, geometry=GROUP, choice=SHARED, model_dtype="fp32", steps=3),
             replace(plain, model_dtype="fp32", window=1),
             replace(plain, window=1),

@@ -19,8 +19,9 @@ from torch import Tensor
 from replayssm import flow
 from replayssm.bench.timing import Timer, rotation, rotation_layers, timer_for
 from replayssm.kernels.formats import PAIR_SUM_ERROR
-from replayssm.kernels.launch import Choice, Tile, launch_verify, read_codes, workspace
+from replayssm.kernels.launch import Choice, Tile, in_columns, launch_verify, read_codes, workspace
 from replayssm.kernels.tuned import Measured, Shape, heuristic
+from replayssm.kernels.verify import FLUSH_ROWS, STEP_ROWS
 from replayssm.state import cursor
 from replayssm.state.layout import StateLayout
 from replayssm.state.plan import COLUMNS
@@ -111,10 +112,15 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         steps = [Tile(32, 2), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32), Tile(64), Tile(64, 2), Tile(16)]
         flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
-        steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
-        flushes = [Tile(32, 8, 1, 2), Tile(32, 8), Tile(16, 8, 1, 2), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
-    if tokens == 1 and layout.recurrence.decay == "head" and layout.config.checkpoint_format != "fp8":
-        flushes += [Tile(32, 8, 1, 2), Tile(16, 8, 1, 2)]  # the fold of several tokens
+        if in_columns(layout, tokens, STEP_ROWS.value):
+            steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
+        else:
+            wide = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2)]
+            steps = [*wide, Tile(32, 1, 4), Tile(64, 1, 4), Tile(16, 1, 2)]
+        if in_columns(layout, tokens, FLUSH_ROWS.value):
+            flushes = [Tile(32, 8, 1, 2), Tile(32, 8), Tile(16, 8, 1, 2)]
+        else:
+            flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
         yield from new(Choice(step, flushes[0]))
     for flush in flushes:

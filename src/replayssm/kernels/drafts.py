@@ -1,4 +1,6 @@
-"""Units of kernels/verify.py with tokens in the columns of products: steps of several tokens, and folds before them.
+"""Units of kernels/verify.py with several tokens in the columns of products: steps, and the folds before them.
+
+`launch.in_columns` says which launches are made of these.
 
 Tensor cores take each operand from the registers of certain lanes. What is summed over (key rows, ring rows) may come
 in any order, and so may columns: here they come in the order in which lanes load them from memory, 16 bytes at a time,

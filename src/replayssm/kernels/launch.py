@@ -252,16 +252,17 @@ def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
     return max(1, min(128 * tile.num_warps // tile.block_p, shared, constants["WP"]))
 
 
-def in_columns(layout: StateLayout, tokens: int, tile: Tile, mode: int) -> bool:
-    """Whether tokens are columns of products (kernels/drafts.py): of which 8 are the fewest.
+def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
+    """Whether several tokens are columns of products (kernels/drafts.py) and not rows.
 
-    Those of several tokens are, and a single token's in a flush of one-warp programs; decays of channels and
-    checkpoints of codes have another fold.
+    Measured (docs/experiments.md): columns win where steps read codes, and where a state's columns do not fill wider
+    tiles. Other states are best loaded ahead, several units by several warps. Decays of channels and checkpoints of
+    codes fold in the form with rows only.
     """
-    if mode == STEP_ROWS.value:
-        return tokens > 1
-    numbers = layout.recurrence.decay != "channel" and layout.config.checkpoint_format not in TRITON_FORMATS
-    return mode == FLUSH_ROWS.value and numbers and (tokens > 1 or tile.num_warps == 1)
+    reads, value_dim = read_codes(layout) is not None, layout.geometry.value_dim
+    if mode == FLUSH_ROWS.value and (layout.recurrence.decay == "channel" or state_scales(layout)):
+        return False
+    return tokens > 1 and mode != ALL_ROWS.value and (reads or value_dim & (value_dim - 1) != 0)
 
 
 @cache
@@ -269,7 +270,7 @@ def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, ov
     """Compile-time arguments of `verify_kernel` and of `recurrent_kernel`, among others."""
     # delta rules have a correction for each output; products have tokens in columns (kernels/drafts.py) or in rows
     outputs = triton.next_power_of_2(tokens) * (2 if layout.recurrence.delta_rule else 1)
-    columns = in_columns(layout, tokens, tile, mode)
+    columns = in_columns(layout, tokens, mode)
     return layer_constants(layout) | {
         "T": tokens,
         "TP": max(8 if columns else 16, outputs),

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from replayssm.kernels.launch import Choice, Tile, is_random, read_codes
+from replayssm.kernels.launch import Choice, Tile, in_columns, is_random, read_codes
+from replayssm.kernels.verify import FLUSH_ROWS, STEP_ROWS
 from replayssm.state.layout import StateLayout
 
 FORMAT, VERSION = "replayssm-tuned-kernels", 1
@@ -185,8 +186,13 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
             flush = _fit(layout, 32, 1, 4 if layout.config.window <= 16 else 8)
         return Choice(step, flush), "codes are read: rows that fold get a launch of their own"
     if tokens > 1:
-        flush = _fit(layout, 16, 1, 4) if channel else _draft_fold(layout)
-        return Choice(_drafts(layout, tokens), flush), "several tokens: rows that fold get a launch of their own"
+        wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
+        step, flush = (_fit(layout, 32, 1, 4), _fit(layout, 16, 1, 4)) if channel else wide
+        if in_columns(layout, tokens, STEP_ROWS.value):
+            step = _drafts(layout, tokens)
+        if in_columns(layout, tokens, FLUSH_ROWS.value):
+            flush = _draft_fold(layout)
+        return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
     if units <= (FEW_UNITS if channel else FEW_UNITS // 2):
         return Choice(_fit(layout, 16, 1, 2 if channel else 1), recurrent=True), "few rows: record by record"

@@ -295,9 +295,9 @@ def verify_units(
             )  # fmt: skip
         else:
             several_tokens(
-                b, h, g, p, n, S, past, tokens, start + records, j < history, slot, writes, values, key, query, value,
-                layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK, MODE, DELTA, CHANNEL, SKIP,
-                TOKEN_SKIP, HAS_COPY,
+                b, h, g, p, n, S, past, tokens, empty, start + records, j < history, slot, writes, values, key, query,
+                value, layer_params, weight, probes, y, H, N, P, T, RING_ROWS, TP, WP, BLOCK, MODE, DELTA, CHANNEL,
+                SKIP, TOKEN_SKIP, HAS_COPY,
             )  # fmt: skip
 
 
@@ -438,8 +438,8 @@ def add_past(sums, past, weight):
 
 @triton.jit
 def several_tokens(
-    b, h, g, p, n, S, past, tokens, ring_start, shown, slot, writes, values, key, query, value, layer_params, weight,
-    probes, y,
+    b, h, g, p, n, S, past, tokens, empty, ring_start, shown, slot, writes, values, key, query, value, layer_params,
+    weight, probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
@@ -469,6 +469,8 @@ def several_tokens(
     out = state_dot(tl.load(probe_at + n[None, :], mask=probe_live & (n < N)[None, :], other=0), S)
     if not CHANNEL:
         out *= tl.load(token + scalars + kind, mask=in_step, other=0)[:, None]
+    if MODE == STEP_ROWS:
+        out = tl.where(empty, 0.0, out)
     if MODE != FLUSH_ROWS:
         past_at = (token + kind * WP)[:, None] + j[None, :]
         past_weight = tl.load(past_at, mask=in_step[:, None] & shown[None, :], other=0)
