@@ -99,6 +99,7 @@ NOT_COMPARED = {
     "kernels/results/2026-11-30-h200-columns.json",  # a form of several tokens that is used for other states
     "kernels/results/2026-11-30-h200-sketches.json",  # parts of kernels
     "kernels/results/2026-11-30-h200-reads-sketches.json",
+    "kernels/results/2026-11-30-h200-tokens-sketches.json",
 }
 
 
