@@ -87,7 +87,9 @@ class Engine:
         self.admit()
         rows = [r for r in self.running if self.random.random() < 0.85]
         drafts = self.config.verify_len - 1
-        decoding: list[tuple[Request, int, int, bool]] = []  # request, tokens, how many stay, whether of a prompt
+        if self.random.random() < 0.3:
+            drafts = 0  # a drafter that has nothing to say
+        decoding: list[tuple[Request, int, int, bool]] = []  # request, tokens, how many stay, whether they are certain
         prompts: list[tuple[Request, int]] = []
         for r in rows:
             left = r.prompt - r.done
@@ -100,9 +102,13 @@ class Engine:
                 decoding.append((r, count, count, True))
             else:
                 prompts.append((r, self.random.randint(2, left)))
+        # some versions of an engine say nothing of drafts where no row has any, and of those accepted before it
+        silent = all(certain or count == 1 for _, count, _, certain in decoding) and self.random.random() < 0.5
+        if silent:
+            decoding = [(r, count, stay, True) for r, count, stay, _ in decoding]
         everyone = [r for r, *_ in (*decoding, *prompts)]
         if everyone and self.config.verify_len > 1:
-            said = torch.tensor([r.accepted if r in self.last else 1 for r in everyone])
+            said = None if silent else torch.tensor([r.accepted if r in self.last else 1 for r in everyone])
             blocks = torch.tensor([r.block for r in everyone])
             found = self.steps.accepted(blocks, said, torch.tensor([r.done for r in everyone]))
             for r, accepted in zip(everyone, found.tolist(), strict=True):
@@ -112,14 +118,14 @@ class Engine:
         if restarted:
             self.steps.restart(torch.tensor(restarted))
         if decoding:
-            self.decode(decoding)
+            self.decode(decoding, silent)
         if prompts:
             self.prompt(prompts)
         for r in list(self.running):
             if r.done >= MOST:
                 self.release(r)
 
-    def decode(self, rows: list[tuple[Request, int, int, bool]]) -> None:
+    def decode(self, rows: list[tuple[Request, int, int, bool]], silent: bool) -> None:
         padded: list[Any] = list(rows)
         for _ in range(self.random.randint(0, 2)):
             padded.insert(self.random.randint(0, len(padded)), None)
@@ -131,7 +137,7 @@ class Engine:
             given = {
                 "starts": torch.tensor([0, *lengths]).cumsum(0),
                 "accepted": torch.tensor([1 if row is None else row[0].accepted for row in padded]),
-                "certain": torch.tensor([row is not None and row[3] for row in padded]),
+                "certain": torch.tensor([silent if row is None else row[3] for row in padded]),
             }
         blocks = torch.tensor([0 if row is None else row[0].block for row in padded])
         step = self.steps.decode(memory, blocks, width, **given)
@@ -290,6 +296,18 @@ def test_the_comparison_sees_faults(fault: Any, monkeypatch: pytest.MonkeyPatch)
     except (AssertionError, ValueError):
         return
     assert not worst < 1e-2
+
+
+def test_the_comparison_sees_what_is_made_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that says nothing has not said that one token was kept."""
+    whole = EngineSteps.accepted
+
+    def accepted(self: EngineSteps, blocks: Tensor, said: Tensor | None, computed: Tensor) -> Tensor:
+        return whole(self, blocks, torch.ones_like(computed) if said is None else said, computed)
+
+    monkeypatch.setattr(EngineSteps, "accepted", accepted)
+    with pytest.raises(AssertionError):
+        play("gdn", ReplayConfig(window=6, verify_len=4), 0)
 
 
 @pytest.mark.parametrize(("form", "scale", "clamps"), [("fp16", 1e5, True), ("fp16", 1.0, False), ("fp32", 1e5, False)])
