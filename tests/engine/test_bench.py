@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from replayssm.bench.engine import EngineRequest, _report, fill, save_config
+from replayssm.bench import engine as bench
+from replayssm.bench.engine import EngineRequest, NotTogether, _report, _steps, fill, ordinary_format, save_config
 from replayssm.bench.rows import Conditions, Report
+from replayssm.bench.timing import wall_laps
 from replayssm.cli.app import app
 from replayssm.planner.model import known_configs
 
@@ -29,6 +33,13 @@ def test_it_says_that_vllm_is_missing() -> None:
         ({"batches": ()}, "batches must be at least 1, got 0"),
         ({"batches": (0,)}, "batches must be at least 1, got 0"),
         ({"options": [1]}, r"options must be an object with arguments of vllm.LLM, got \[1\]"),
+        ({"options": {"model": "other"}}, "options must not set model: it is the command's argument"),
+        ({"options": {"speculative_config": {}}}, "options must not set speculative_config: draft_len says"),
+        ({"options": {"mamba_ssm_cache_dtype": "auto"}}, "options must not set mamba_ssm_cache_dtype: precision says"),
+        (
+            {"options": {"additional_config": {"replayssm": {}}}},
+            "additional_config must be an object without replayssm",
+        ),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"precision": "fp7"}, "checkpoint_format must be one of"),
         ({"window": 2, "draft_len": 3}, "verify_len 4 is larger than window 2"),
@@ -85,6 +96,80 @@ def test_an_engine_that_writes_another_text_is_refused() -> None:
     report = both_sides([[0, 0, 0, 0], [1, 0, 0, 0]])
     assert [row.name for row in report.rows] == ["vLLM"]
     assert "behind 12% of their first" in report.refusals[0].reason
+
+
+def test_a_format_that_vllm_lacks_is_not_said_of_its_states() -> None:
+    assert [ordinary_format(name) for name in ("fp8", "bf16", "fp16+nvfp4")] == ["fp32", "bf16", "fp16"]
+
+
+class Playing:
+    """An engine in which so many requests have room, each until it has `most` tokens."""
+
+    def __init__(self, room: int, most: int) -> None:
+        self.room, self.most = room, most
+        self.tokens: dict[str, list[int]] = {}
+
+    def add_request(self, name: str, prompt: object, params: object) -> None:
+        self.tokens[name] = []
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.tokens.pop(name, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.tokens)
+
+    def step(self) -> list[SimpleNamespace]:
+        outputs = []
+        for name in list(self.tokens)[: self.room]:
+            given = self.tokens[name]
+            given.append(len(given))
+            finished = len(given) == self.most
+            outputs.append(
+                SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=given)], finished=finished)
+            )
+            if finished:
+                del self.tokens[name]
+        return outputs
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_steps_of_all_rows_together() -> None:
+    found = _steps(Playing(room=3, most=100), EngineRequest("m", steps=10), 3, vocabulary=50)
+    assert found["tokens"] == 30
+    assert [len(text) for text in found["text"]] == [8] * 8
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_rows_that_do_not_decode_together_are_not_timed() -> None:
+    engine = Playing(room=2, most=100)
+    with pytest.raises(NotTogether, match="as long as max_model_len allows before all had decoded together"):
+        _steps(engine, EngineRequest("m", steps=10), 3, vocabulary=50)
+    assert not engine.tokens  # the next batch has the engine for itself
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_rows_that_wait_while_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crowd(body: object, count: int) -> list[float]:
+        engine.room = 2  # what the others have grown by, one of them has no room for
+        return wall_laps(body, count)  # type: ignore[arg-type]
+
+    engine = Playing(room=3, most=100)
+    monkeypatch.setattr(bench, "wall_laps", crowd)
+    with pytest.raises(NotTogether, match="10 steps of 3 rows brought 20 tokens: rows waited for room"):
+        _steps(engine, EngineRequest("m", steps=10), 3, vocabulary=50)
+
+
+def test_a_reason_is_reported() -> None:
+    report = Report(Conditions.collect(torch.device("cpu")), None)
+    _report(report, "m", EngineRequest("m"), "replay", {"batch": 4, "reason": "no room"}, {})
+    assert not report.rows
+    assert (report.refusals[0].case, report.refusals[0].reason) == ("m B=4", "no room")
 
 
 def test_random_weights_are_the_same_every_time_and_decay() -> None:

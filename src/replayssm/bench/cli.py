@@ -191,6 +191,9 @@ def vllm(
         _fail("bench vllm needs vLLM, which is not installed; install replayssm[vllm]")
     try:
         further = json.loads(options)
+    except ValueError as error:
+        _fail(f"--options is no JSON: {error}")
+    try:
         request = EngineRequest(
             model, layers, tuple(batch or (1, 32, 128, 256)), context, precision, window, draft_len, steps, further
         )

@@ -36,6 +36,14 @@ LEAST_ALIKE = 0.25
 """Allowed share of compared tokens before rows first differ. bf16 rounding alone turns a near tie now and then, behind
 which a row goes on differently; a step that computes something else agrees on the first token only, the prompt's."""
 SIDES = ("ordinary", "replay")
+STATES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Formats of states that vLLM has, and how it calls them. Beside any other the ordinary side has fp32."""
+OWN = {
+    "model": "it is the command's argument",
+    "speculative_config": "draft_len says how many tokens are guessed",
+    "mamba_ssm_cache_dtype": "precision says how states are kept",
+}
+"""Arguments of `vllm.LLM` that rows of results would not show, and what to use instead."""
 DETAILS = ("context", "tok_s", "p50_us", "p99_over_p50", "blocks", "tokens")
 
 
@@ -51,7 +59,7 @@ class EngineRequest:
         precision, window: how replay keeps the state; without it states are kept in the checkpoint's format.
         draft_len: tokens that n-gram speculation guesses, 0 for none.
         steps: steps to time.
-        options: further arguments of `vllm.LLM`, for both sides.
+        options: further arguments of `vllm.LLM`, for both sides; those in OWN are not among them.
     """
 
     model: str
@@ -68,6 +76,14 @@ class EngineRequest:
         require_work(batches=min(self.batches, default=0), context=self.context, steps=self.steps)
         if self.options is not None and not isinstance(self.options, Mapping):
             raise ValueError(f"options must be an object with arguments of vllm.LLM, got {self.options!r}")
+        for name, instead in OWN.items():
+            if name in (self.options or {}):
+                raise ValueError(f"options must not set {name}: {instead}")
+        additional = (self.options or {}).get("additional_config", {})
+        if not isinstance(additional, Mapping) or "replayssm" in additional:
+            raise ValueError(
+                f"additional_config must be an object without replayssm, which one side gets, got {additional!r}"
+            )
         ReplayConfig.of(self.precision, window=self.window, verify_len=1 + self.draft_len)
 
 
@@ -132,7 +148,11 @@ def _report(
     ordinary: dict[int, Mapping[str, Any]],
 ) -> None:
     """Add a row for what one side's process has found; refuse one whose text is not that of the ordinary side."""
-    batch, detail = found["batch"], {name: found[name] for name in DETAILS}
+    batch = found["batch"]
+    if "reason" in found:
+        report.refuse(Refusal(f"engine {side}", side, f"{model} B={batch}", {}, found["reason"]))
+        return
+    detail = {name: found[name] for name in DETAILS}
     if side == "ordinary":
         ordinary[batch] = found
     row = Row(
@@ -141,7 +161,7 @@ def _report(
         version=found["version"],
         geometry=model,
         batch=batch,
-        format=request.precision if side == "replay" else request.precision.partition("+")[0],
+        format=request.precision if side == "replay" else ordinary_format(request.precision),
         view="engine",
         us=found["us"],
         low_us=found["low_us"],
@@ -159,6 +179,12 @@ def _report(
             report.refuse(Refusal(row.what, row.name, f"{model} B={batch}", {}, reason))
             return
     report.add(row)
+
+
+def ordinary_format(precision: str) -> str:
+    """Format of states beside replay of a precision: its checkpoint's, or fp32 where vLLM has no such states."""
+    checkpoint = precision.partition("+")[0]
+    return checkpoint if checkpoint in STATES else "fp32"
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
@@ -198,19 +224,18 @@ def print_table(report: Report) -> None:
 
 
 def measure(folder: str, side: str, request: EngineRequest) -> None:
-    """Print one JSON line per batch."""
+    """Print one JSON line per batch: what was found, or the reason why nothing was."""
     import vllm
     from vllm import LLM
 
     register_random_weights()
     register_text_model(Path(folder))
-    state = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(request.precision.partition("+")[0])
     options: dict[str, Any] = {
         "model": folder,
         "skip_tokenizer_init": True,
         "load_format": LOAD_FORMAT,
         "dtype": "bfloat16",
-        "mamba_ssm_cache_dtype": state or "float32",
+        "mamba_ssm_cache_dtype": STATES[ordinary_format(request.precision)],
         "enable_prefix_caching": False,
         "max_num_seqs": max(request.batches),
         "max_model_len": request.context + (WARM_UP + request.steps + 64) * (1 + request.draft_len),
@@ -225,27 +250,41 @@ def measure(folder: str, side: str, request: EngineRequest) -> None:
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 1,
         }
+    given = dict(request.options or {})
     # FlashInfer's scan of prompts, which are not timed, would be compiled first
-    options["additional_config"] = {"gdn_prefill_backend": "triton"}
+    additional: dict[str, Any] = {"gdn_prefill_backend": "triton"} | dict(given.get("additional_config", {}))
     if side == "replay":
-        options["additional_config"]["replayssm"] = {"precision": request.precision, "window": request.window}
-    engine = LLM(**options | dict(request.options or {})).llm_engine
+        additional["replayssm"] = {"precision": request.precision, "window": request.window}
+    engine = LLM(**options | given | {"additional_config": additional}).llm_engine
     vocabulary = engine.vllm_config.model_config.get_vocab_size()
     blocks = engine.vllm_config.cache_config.num_gpu_blocks or 0
     for batch in sorted(request.batches):
-        found = _steps(engine, request, batch, vocabulary)
+        try:
+            found = _steps(engine, request, batch, vocabulary)
+        except NotTogether as error:
+            found = {"reason": str(error)}
         print(json.dumps({"batch": batch, "version": vllm.__version__, "blocks": blocks} | found), flush=True)
+
+
+class NotTogether(Exception):
+    """The rows of a batch did not all decode in each of the steps."""
 
 
 def _steps(engine: Any, request: EngineRequest, batch: int, vocabulary: int) -> dict[str, Any]:
     running = _Running(engine, torch.Generator().manual_seed(batch), vocabulary)
-    running.begin(batch, request.context)
-    for _ in range(WARM_UP):
-        running.step()
-    before = sum(running.lengths.values())
-    times = wall_laps(running.step, request.steps)
-    produced = sum(running.lengths.values()) - before
-    running.end()
+    try:
+        running.begin(batch, request.context)
+        for _ in range(WARM_UP):
+            running.step()
+        before = sum(running.lengths.values())
+        times = wall_laps(running.step, request.steps)
+        produced = sum(running.lengths.values()) - before
+    finally:
+        running.end()
+    if produced < batch * request.steps:
+        raise NotTogether(
+            f"{request.steps} steps of {batch} rows brought {produced} tokens: rows waited for room in the cache"
+        )
     while len(running.texts) < COMPARED_ROWS:  # of the steps of small batches, too, enough is compared
         running.begin(batch, request.context)
         for _ in range(COMPARED):
@@ -294,7 +333,17 @@ class _Running:
             self.step()
 
     def step(self) -> None:
+        """One step of the engine.
+
+        Raises:
+            NotTogether: a request has ended, which only those do that have as many tokens as the engine allows.
+        """
         for output in self.engine.step():
+            if output.finished:
+                raise NotTogether(
+                    "a row was as long as max_model_len allows before all had decoded together: the cache has no room "
+                    "for so many, or their prompts take too many steps (options max_model_len, max_num_batched_tokens)"
+                )
             tokens = output.outputs[0].token_ids
             self.lengths[output.request_id] = len(tokens)
             if len(self.texts[output.request_id]) < COMPARED:
