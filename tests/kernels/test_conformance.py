@@ -17,6 +17,7 @@ from .harness import DEVICE, SPLIT, Case, Twins, run
 
 RECURRENCES = ("mamba2", "gdn", "kda")
 GROUP = Geometry(heads=4, key_heads=2, key_dim=16, value_dim=32)
+LARGE = Geometry(heads=2, key_heads=1, key_dim=96, value_dim=80)
 SHARED = Choice(Tile(16, units=4, num_stages=2), Tile(32, units=2, num_warps=2))
 ONE_BY_ONE = Choice(Tile(16), recurrent=True)
 MANY = (-1, 3, 0, -1, 4, 1, -1)
@@ -46,8 +47,11 @@ def cases() -> list[Case]:
             replace(plain, checkpoint_format="fp16", window=2, rounding="stochastic", model_dtype="fp16"),
             replace(plain, checkpoint_format="bf16", window=1, rounding="stochastic", choice=ONE_BY_ONE, paged=True),
             replace(plain, verify_len=5, trees=True),
+            replace(plain, verify_len=2, window=2, choice=SPLIT, checkpoint_format="fp16", model_dtype="fp16"),
+            replace(plain, verify_len=3, window=3, choice=SPLIT, checkpoint_format="fp16", rounding="stochastic"),
+            replace(plain, verify_len=9, window=9, choice=SPLIT, checkpoint_format="bf16", geometry=LARGE, steps=3),
             replace(plain, verify_len=6, window=9, trees=True, geometry=GROUP, choice=SPLIT, paged=True, steps=3),
-            replace(plain, verify_len=16, window=16, trees=True, model_dtype="fp32", steps=3),
+            replace(plain, verify_len=16, window=16, trees=True, model_dtype="fp32", steps=3, choice=SPLIT),
         ]
     return found
 
