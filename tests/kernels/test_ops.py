@@ -11,10 +11,10 @@ import triton
 
 from replayssm import flow
 from replayssm.kernels import ops
-from replayssm.kernels.launch import run, workspace
+from replayssm.kernels.launch import Choice, Tile, run, workspace
 from replayssm.kernels.plan import DECODE
 
-from .harness import DEVICE, SMALL, Case, Twins, bits, error, poison
+from .harness import DEVICE, FUSED, SMALL, SPLIT, Case, Twins, bits, error, poison, tiles
 
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -131,10 +131,22 @@ def test_a_compiled_step_equals_an_eager_one(paged: bool) -> None:
         assert torch.equal(getattr(compiled.pools["triton"].cursor, name), counter), name
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["between steps", "in a step"])
-def test_checkpoints_beyond_their_format_are_clamped_and_counted(fused: bool) -> None:
+FOLDS = {
+    "between steps": (None, 1, "nearest"),
+    "record by record": (Choice(Tile(16), recurrent=True), 1, "nearest"),
+    "in one launch": (FUSED, 1, "nearest"),
+    "in a launch of its own": (SPLIT, 1, "nearest"),
+    "before two tokens": (SPLIT, 2, "nearest"),
+    "before two tokens, at random": (SPLIT, 2, "stochastic"),
+}
+
+
+@pytest.mark.parametrize("where", FOLDS)
+def test_checkpoints_beyond_their_format_are_clamped_and_counted(where: str) -> None:
     """A flush saturates as the torch back end does."""
-    twins = Twins(Case("mamba2", checkpoint_format="fp16", rows=(0, 3), window=3))
+    choice, tokens, rounding = FOLDS[where]
+    case = Case("mamba2", checkpoint_format="fp16", rows=(0, 3), window=3, verify_len=tokens, rounding=rounding)
+    twins = Twins(case)
     for pool in twins.pools.values():
         step = flow.open_step(pool, [0, 3], 1)
         flow.close_step(pool, step)
@@ -145,9 +157,10 @@ def test_checkpoints_beyond_their_format_are_clamped_and_counted(fused: bool) ->
         ring["ring.dt"].fill_(3.0)
         ring["ring.x"][..., :3] = -200.0
         ring["ring.x"][..., 5:] = 1.0
-        if fused:
-            step = flow.open_step(pool, [0, 3], 1, forced=True)
-            flow.verify(pool, 0, step, twins._draw(1)[0])
+        if choice is not None:
+            step = flow.open_step(pool, [0, 3], tokens, forced=True)
+            with tiles(choice):
+                flow.verify(pool, 0, step, twins._draw(tokens)[0])
             flow.close_step(pool, step)
         else:
             flow.flush(pool, [0, 3])
