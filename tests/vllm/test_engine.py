@@ -127,16 +127,18 @@ def test_many_requests_with_preemption(family: str, models: Any) -> None:
     }
     model = models(family)
     few, fewer = {"num_gpu_blocks_override": 60, **options}, {"num_gpu_blocks_override": 40}  # fewer run side by side
-    stock, ours, drafts, chunked = drive(
+    # what a preempted sequence had generated comes in chunks, of which some have as many tokens as a draft
+    chunks = {"speculative_config": NGRAM, "max_num_batched_tokens": 48}
+    stock, *found = drive(
         spec(model, **options),
         spec(model, {"window": 8}, **few),
         spec(model, {"window": 8}, speculative_config=NGRAM, **few),
-        # what a preempted sequence had generated comes in chunks, of which some have as many tokens as a draft
-        spec(model, {"window": 8}, speculative_config=NGRAM, max_num_batched_tokens=48, **few | fewer),
+        spec(model, {"window": 8}, **chunks, **few | fewer),
+        spec(model, {"window": 8}, **chunks, like="0.26", **few | fewer),
     )
-    for run in (ours, drafts, chunked):
+    for run in found:
         assert run["tokens"] == stock["tokens"]
-    assert min(run["preempted"] for run in (ours, drafts, chunked)) > 0
+        assert run["preempted"] > 0
 
 
 @engine
