@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +103,6 @@ def run(request: Request, others: Others = lambda case: ()) -> Report:
         # the neighbours are the same whatever format is read
         unfused: list[Side] = [UnfusedSide()] if case.format == request.formats[0] else []
         bench.measure(case, [*others(case), *plain, ReplaySide(), *unfused])
-        gc.collect()
     print_table(report)
     if request.report_out is not None:
         html.write([report], request.report_out)

@@ -485,7 +485,7 @@ def fold_unit(
 
 @triton.jit
 def first_launch_done(OVERLAP: tl.constexpr):
-    """Wait for the weights; then the flush launch, which works on other rows, may start beside this one."""
+    """Wait for the weights; then the next launch may start: that of flushes works on other rows, any other waits."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -238,16 +238,13 @@ def prepare_constants(
     }
 
 
-def copy_rows(layout: StateLayout, tokens: int, tile: Tile) -> int:
-    """Word rows of a tile of a read copy: all of them for several tokens, as products take them.
+def copy_rows(layout: StateLayout, tile: Tile) -> int:
+    """Word rows of a tile of a read copy, of which one token takes as many as its warps load at once, four a thread.
 
-    One token takes as many as its warps load at once, four words a thread. Sums then need few registers, and ring rows
-    of 16 bits lie with the same threads.
+    Sums then need few registers, and ring rows of 16 bits lie with the same threads.
     """
     constants = layer_constants(layout)
     words = layout.geometry.key_dim // max(1, constants["CODES"])
-    if tokens > 1:
-        return max(16, words)
     shared = constants["BLOCKS"] if constants["BLOCKS"] > 1 else words
     return max(1, min(128 * tile.num_warps // tile.block_p, shared, constants["WP"]))
 
@@ -282,7 +279,7 @@ def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, ov
         "MODE": mode,
         "LIMIT": clamp_limit(layout.checkpoint_format.limit),
         "OVERLAP": overlap,
-        "ROWS": copy_rows(layout, tokens, tile),
+        "ROWS": copy_rows(layout, tile),
         "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
     }
 

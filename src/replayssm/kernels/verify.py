@@ -229,7 +229,7 @@ def verify_units(
             S = tl.load(state_at, mask=not empty, other=0, eviction_policy="evict_first")
         if not words:
             S = S.to(tl.float32)
-        if words and T == 1:
+        if words:
             past = load_past(past_ring, slot, h, start, records, p, P, RING_ROWS, WP, ROWS)
         else:
             past_mask = (j < records)[:, None]
@@ -390,19 +390,17 @@ def load_copy(
     """
     rows: tl.constexpr = N // CODES
     mask = (p < P)[None, :]
-    if rows < ROWS:
-        mask &= (tl.arange(0, ROWS) < rows)[:, None]
-    # padding counts as 0, and what an empty copy holds is dropped later
+    # what an empty copy holds is dropped later
     words = ()
     at = copy_at(copy[0], slot, h, tl.arange(0, ROWS), p, rows, P)
-    for tile in tl.static_range(max(1, rows // ROWS)):
+    for tile in tl.static_range(rows // ROWS):
         word = tl.load(at + tile * (ROWS * P), mask=mask, other=0, eviction_policy="evict_first")
         words = words + (word,)  # type: ignore[assignment]
     column = tl.load(copy[1][0] + slot * copy[1][1] + h * P + p, mask=p < P, other=0)
     scales = ()
     if BLOCKS > 1:
         at = copy_at(copy[2], slot, h, tl.arange(0, ROWS) % BLOCKS, p, BLOCKS, P)
-        for tile in tl.static_range(max(1, BLOCKS // ROWS)):
+        for tile in tl.static_range(BLOCKS // ROWS):
             scale = tl.load(at + tile * (ROWS * P), mask=mask, other=0)
             scales = scales + (block_scale(scale),)  # type: ignore[assignment]
     return words, scales, column
