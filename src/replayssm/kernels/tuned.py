@@ -169,7 +169,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     """Tiles without a measurement, and the rule they come from.
 
     Of the tiles that did well on an H200 (docs/experiments.md), those that compile without spills for its compute
-    capability, 9.0; the tests hold layers of real models to it, with up to 8 tokens.
+    capability, 9.0; the tests hold layers of real models to it. Where nothing fits (16 tokens, long keys) they spill.
     """
     geometry, recurrence = layout.geometry, layout.recurrence
     channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
