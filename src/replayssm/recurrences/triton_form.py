@@ -30,7 +30,8 @@ class TritonForm:
         token_decay: (inputs, params, b, t, h, n, n_mask, live, N) -> log decay of a new token.
         token_rate: (inputs, b, t, h, live) -> factor of the write vector: dt, or beta.
         token_skip: (params, h) -> weight of the value that bypasses the state.
-        key_scale, query_scale: (raw vector [, N]) -> factor.
+        key_scale, query_scale: (raw vector [, N]) -> factor. Vectors are [NP] or the columns of [NP, vectors], in fp32;
+            their elements come in any order, zeros among them where N is padded.
         store_record: (ring, slot, row, g, h, n, key scale, log decay, rate, n_mask, live, N); writes `ring`.
         gate: (gate inputs, params, outputs, b, t, item, e, mask, constants, H, N) of the recurrence's `Mixer`; writes
             entries `e` of token `item` to the outputs, None where there is no mixer.
