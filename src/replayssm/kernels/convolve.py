@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.launch import form_of, overlaps, processors, run
 from replayssm.kernels.plan import POSITION, SLOT, TOKENS, TREE
+from replayssm.kernels.prefetch import earlier_done
 from replayssm.kernels.prepare import parent_of
 from replayssm.state.layout import StateLayout
 
@@ -100,14 +100,6 @@ def gate_block(
     item = (program // blocks).to(tl.int64)
     e = program % blocks * GATE_BLOCK + tl.arange(0, GATE_BLOCK)
     GATE(gate_inputs, gate_params, gates, item // T, item % T, item, e, e < GATES, CONSTANTS, H, N)
-
-
-@triton.jit
-def earlier_done(OVERLAP: tl.constexpr):
-    """Wait for everything that was launched earlier; the next launch may start and wait as well."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.exact import clamp, cut
+from replayssm.kernels.exact import clamp, cut, split_dot
 from replayssm.kernels.formats import first_keys, word_tile
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, TOKENS
+from replayssm.kernels.prefetch import earlier_done
 from replayssm.kernels.stochastic import draw, round_to_grid
 
 
@@ -75,15 +75,6 @@ def quads_right(tile, WIDE: tl.constexpr):
     else:
         split = tl.permute(tl.reshape(tile, [4, C, R, 2, 2]), [2, 3, 4, 0, 1])
     return tl.reshape(split, [R * 16, C])
-
-
-@triton.jit
-def dot_parts(a, b):
-    """a @ b of a bf16 `a` and an fp32 `b`, exact to fp32: `b` is the sum of three bf16 parts, smallest first."""
-    high, rest = cut(b)
-    middle, rest = cut(rest)
-    low, _ = cut(rest)
-    return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
 
 
 @triton.jit
@@ -188,7 +179,7 @@ def words_dot(
     if taken.dtype == tl.bfloat16:
         found = tl.dot(codes, taken)
     else:
-        found = dot_parts(codes, taken.to(tl.float32))
+        found = split_dot(codes, taken.to(tl.float32))
     return found * TILE_FACTOR if NATIVE else found
 
 
@@ -225,7 +216,7 @@ def draft_units(
     start, empty = tl.load(plan + FOLD_START).to(tl.int32), tl.load(plan + EMPTY) != 0
     state += slot * state_slot
     if STAGES > 1:
-        first_launch_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
+        earlier_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
     for unit in tl.range(first, first + UNITS, num_stages=STAGES):
         h = unit // tiles
         draft_unit(
@@ -268,7 +259,7 @@ def draft_unit(
     j = quad_rows(WP)
     past = load_records(writes, slot, h, start, records, j[:, :, :, :, None], p, p_mask, RING_ROWS)
     if WAITS:
-        first_launch_done(OVERLAP)
+        earlier_done(OVERLAP)
 
     c_token, kind = product_columns(TP, DELTA)
     c_live = c_token < (T if CHANNEL else tokens)
@@ -284,7 +275,7 @@ def draft_unit(
     taken = (weight + c_token * BLOCK + kind * WP)[None, :, None, None]
     taken = tl.load(taken + j, mask=(c_token < T)[None, :, None, None] & (j >= 0), other=0)
     if past.dtype == tl.bfloat16:
-        found = dot_parts(quads_left(past, True), quads_right(taken, True))
+        found = split_dot(quads_left(past, True), quads_right(taken, True))
     else:
         found = tl.dot(quads_left(past.to(tl.float32), False), quads_right(taken, False), input_precision="tf32x3")
     past_out, past_answer = tokens_last(found, DELTA, MORE)
@@ -481,14 +472,6 @@ def fold_unit(
         b, h, slot, start + folded, p, p_mask, tokens, out, answer, writes, values, value, layer_params, weight, y,
         P, T, RING_ROWS, WP, BLOCK, DELTA, SKIP, TOKEN_SKIP, HAS_COPY,
     )  # fmt: skip
-
-
-@triton.jit
-def first_launch_done(OVERLAP: tl.constexpr):
-    """Wait for the weights; then the next launch may start: that of flushes works on other rows, any other waits."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -3,13 +3,14 @@
 A launch that starts early (programmatic dependent launch) has to wait for the one before it, which may write the plan,
 inputs, or even states. Hints read nothing, so they need not wait: only the plan's row is looked at, whatever it holds
 by then. It is a guess which is right for all layers of a step but the first; where it is wrong, other memory is asked
-for and nothing else happens.
+for and nothing else happens. `earlier_done` is that wait, for launches that have nothing else to do about it.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, SLOT
 
@@ -24,6 +25,14 @@ ASK = tl.constexpr("""{
     @first cp.async.bulk.prefetch.L2.global [at], $2;
     mov.b32 $0, thread;
 }""")
+
+
+@triton.jit
+def earlier_done(OVERLAP: tl.constexpr):
+    """Wait for all earlier launches. The next one may start then: flushes work on other rows, others wait."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.kernels.drafts import append, draft_units, first_launch_done, fold_units
+from replayssm.kernels.drafts import append, draft_units, fold_units
 from replayssm.kernels.exact import (
     channel_answers,
     channel_keys,
@@ -42,6 +42,7 @@ from replayssm.kernels.formats import (
     word_sums,
 )
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, POSITION, SLOT, TOKENS
+from replayssm.kernels.prefetch import earlier_done
 from replayssm.kernels.stochastic import draw, round_to_grid
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -148,7 +149,7 @@ def verify_kernel(
                 DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
                 VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
-        first_launch_done(OVERLAP)  # also where nothing needed it
+        earlier_done(OVERLAP)  # also where nothing needed it
     if MODE == FLUSH_ROWS and OVERLAP:
         # whoever waits for this launch counts on the one before it having ended as well
         gdc_wait()
@@ -206,7 +207,7 @@ def verify_units(
     words: tl.constexpr = MODE == STEP_ROWS and CODES > 0
 
     if STAGES > 1:
-        first_launch_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
+        earlier_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
     for unit in tl.range(first, last, num_stages=STAGES):
         h = unit // tiles
         g = h // (H // G)
@@ -238,7 +239,7 @@ def verify_units(
             past_from = past_at + h * past_ring[3] + p[None, :]
             past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
         if STAGES == 1:
-            first_launch_done(OVERLAP)
+            earlier_done(OVERLAP)
         weight = weights + (b * H + h) * (T * BLOCK)
         solve = solves + (b * H + h) * ((WP + 1) * WP)
 
