@@ -74,3 +74,14 @@ def _one_process(runs: Sequence[dict[str, Any]], variables: Mapping[str, str]) -
         print(done.stderr[-6000:], file=sys.stderr)  # a test that expected no error shows it
     assert len(found) == len(runs), done.stdout[-2000:] + done.stderr[-6000:]
     return found
+
+
+def difference(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[int, float]:
+    """How many tokens come before the first different one of each row, and how far their log-probabilities differ."""
+    compared, most = 0, 0.0
+    for i, (a, b) in enumerate(zip(stock["tokens"], ours["tokens"], strict=True)):
+        same = next((t for t, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        compared += same
+        pairs = zip(stock["logprobs"][i][:same], ours["logprobs"][i][:same], strict=True)
+        most = max([most, *(abs(x - y) for x, y in pairs)])
+    return compared, most

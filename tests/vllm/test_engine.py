@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from .harness import drive, environment, prompts, spec
+from .harness import difference, drive, environment, prompts, spec
 from .tiny import add_tokenizer, save
 
 FAMILIES = ("nemotron_h", "mamba2", "falcon_h1", "granitemoehybrid")
@@ -102,17 +102,6 @@ def test_log_probabilities(family: str, models: Any) -> None:
     assert compared > 90  # of 240
     assert differences < 0.1
     assert difference(stock, broken)[1] > 0.5 or difference(stock, broken)[0] < 60
-
-
-def difference(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[int, float]:
-    """How many tokens come before the first different one of each row, and how far their log-probabilities differ."""
-    compared, most = 0, 0.0
-    for i, (a, b) in enumerate(zip(stock["tokens"], ours["tokens"], strict=True)):
-        same = next((t for t, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-        compared += same
-        pairs = zip(stock["logprobs"][i][:same], ours["logprobs"][i][:same], strict=True)
-        most = max([most, *(abs(x - y) for x, y in pairs)])
-    return compared, most
 
 
 @engine

@@ -201,7 +201,8 @@ def tokens_last(product, DELTA: tl.constexpr, MORE: tl.constexpr):
 
 @triton.jit
 def draft_units(
-    b, first, slot, plan, state, state_slot, copy, writes, values, key, query, value, layer_params, weights, probes, y,
+    b, first, slot, known, plan, state, state_slot, copy, writes, values, key, query, value, layer_params, weights,
+    probes, y,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
     UNITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, DELTA: tl.constexpr,
@@ -209,28 +210,31 @@ def draft_units(
     FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, TILE_FACTOR: tl.constexpr,
     HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """Units first..first + UNITS - 1 of the live batch row b, whose row of the plan `plan` points to."""
+    """Units first..first + UNITS - 1 of the live batch row b, whose row of the plan `plan` points to.
+
+    `known`: whether the weights are there already.
+    """
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     # what counts rows is small, and 64-bit remainders are slow
     tokens, history = tl.load(plan + TOKENS).to(tl.int32), tl.load(plan + HISTORY).to(tl.int32)
     start, empty = tl.load(plan + FOLD_START).to(tl.int32), tl.load(plan + EMPTY) != 0
     state += slot * state_slot
     if STAGES > 1:
-        earlier_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
+        earlier_done(OVERLAP, known)  # a pipelined loop would load later units' weights before a wait inside of it
     for unit in tl.range(first, first + UNITS, num_stages=STAGES):
         h = unit // tiles
         draft_unit(
-            b, h, h // (H // G), unit % tiles * BLOCK_P, slot, start, history, tokens, empty, state, copy, writes,
-            values, key, query, value, layer_params, weights + (b * H + h) * (T * BLOCK), probes, y, H, N, P, T,
-            RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS,
+            b, h, h // (H // G), unit % tiles * BLOCK_P, slot, start, history, tokens, empty, known, state, copy,
+            writes, values, key, query, value, layer_params, weights + (b * H + h) * (T * BLOCK), probes, y, H, N, P,
+            T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS,
             FACTOR, VALUE, NATIVE, TILE, TILE_FACTOR, HAS_COPY, STAGES == 1,
         )  # fmt: skip
 
 
 @triton.jit
 def draft_unit(
-    b, h, g, first, slot, start, records, tokens, empty, state, copy, writes, values, key, query, value, layer_params,
-    weight, probes, y,
+    b, h, g, first, slot, start, records, tokens, empty, known, state, copy, writes, values, key, query, value,
+    layer_params, weight, probes, y,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr,
     TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
@@ -259,7 +263,7 @@ def draft_unit(
     j = quad_rows(WP)
     past = load_records(writes, slot, h, start, records, j[:, :, :, :, None], p, p_mask, RING_ROWS)
     if WAITS:
-        earlier_done(OVERLAP)
+        earlier_done(OVERLAP, known)
 
     c_token, kind = product_columns(TP, DELTA)
     c_live = c_token < (T if CHANNEL else tokens)

@@ -42,8 +42,8 @@ A part of what the L2 holds.
 SOLVING_PROGRAMS = 16
 """Programs per multiprocessor that solve windows again."""
 
-FLUSH_WARPS = 16
-"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
+FLUSH_WARPS = 8
+"""Warps of a flush launch per multiprocessor: as many as have room with all registers: steps start behind them."""
 
 
 @dataclass(frozen=True)
@@ -354,16 +354,16 @@ def launch_verify(
     if solves_again(layout):
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
         run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solve_warps(layout), **early)
-    mode = ALL_ROWS if choice.flush is None else STEP_ROWS
-    constants = verify_constants(layout, tokens, choice.step, mode.value, overlap)
-    programs = units_of(choice.step) // choice.step.units
-    run(verify_kernel, programs, given, constants, num_warps=choice.step.num_warps, **early)
     if choice.flush is not None:
-        # however few rows are due, their units are spread over the whole GPU
+        # before the steps, which fill the GPU as flushes end; however few rows are due, their units are spread over it
         warps = choice.flush.num_warps
         programs = min(units_of(choice.flush), processors(y.device) * max(1, FLUSH_WARPS // warps))
         constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=warps, **early)
+    mode = ALL_ROWS if choice.flush is None else STEP_ROWS
+    constants = verify_constants(layout, tokens, choice.step, mode.value, overlap)
+    programs = units_of(choice.step) // choice.step.units
+    run(verify_kernel, programs, given, constants, num_warps=choice.step.num_warps, **early)
 
 
 def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:

@@ -28,10 +28,13 @@ ASK = tl.constexpr("""{
 
 
 @triton.jit
-def earlier_done(OVERLAP: tl.constexpr):
-    """Wait for all earlier launches. The next one may start then: flushes work on other rows, others wait."""
+def earlier_done(OVERLAP: tl.constexpr, known=False):
+    """Wait for all earlier launches, unless it is `known` that what is needed of them is there. The next one may start
+    then: it waits for what it needs.
+    """
     if OVERLAP:
-        gdc_wait()
+        if not known:
+            gdc_wait()
         gdc_launch_dependents()
 
 

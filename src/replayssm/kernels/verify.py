@@ -86,12 +86,17 @@ def verify_kernel(
     """
     parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H // UNITS
     pid = tl.program_id(0)
+    # the plan is older than the first launch, which has let the others start after all before it had ended
+    due = tl.load(plan + DUE_COUNT).to(tl.int32)
     if MODE == FLUSH_ROWS:
         if OVERLAP:
+            if due == 0:
+                gdc_launch_dependents()  # nobody here needs anything
+            if (due > 0) | (pid == 0):  # whoever waits for this launch counts on those before it having ended as well
+                gdc_wait()
             gdc_launch_dependents()
         # few rows are due in a step, and only the device knows which: a fixed grid walks through them
         units: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H
-        due = tl.load(plan + DUE_COUNT).to(tl.int32)
         count = tl.minimum(UNITS, tl.maximum(1, due * units // tl.num_programs(0)))
         chunks = tl.cdiv(units, count)
         for item in range(pid, due * chunks, tl.num_programs(0)):
@@ -108,7 +113,7 @@ def verify_kernel(
                 )  # fmt: skip
             else:
                 verify_units(
-                    b, first, last, slot, tl.load(row + FOLDED), row, state,
+                    b, first, last, slot, tl.load(row + FOLDED), True, row, state,
                     state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
                     probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
                     STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
@@ -127,6 +132,8 @@ def verify_kernel(
                         head, state_scale, copy, slot, h, p, saturated, N, P, SCALED, CODES, BLOCKS, CODE, LARGEST_CODE
                     )
     else:
+        # flushes, which come first, let this launch start when they may themselves
+        known = due > 0 if MODE == STEP_ROWS else False
         b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
         slot = tl.load(row + SLOT)
@@ -136,23 +143,24 @@ def verify_kernel(
         elif IN_COLUMNS:
             if folded == 0:
                 draft_units(
-                    b, pid % parts * UNITS, slot, row, state, state_slot, copy, writes, values, key, query, value,
-                    layer_params, weights, probes, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, UNITS,
-                    STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
+                    b, pid % parts * UNITS, slot, known, row, state, state_slot, copy, writes, values, key, query,
+                    value, layer_params, weights, probes, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
+                    UNITS, STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
                     TILE, TILE_FACTOR, HAS_COPY,
                 )  # fmt: skip
         elif MODE == ALL_ROWS or folded == 0:
             verify_units(
-                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, row, state, state_slot, state_scale,
-                copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves, y,
-                saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
+                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, known, row, state, state_slot,
+                state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves,
+                y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
                 DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
                 VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
-        earlier_done(OVERLAP)  # also where nothing needed it
-    if MODE == FLUSH_ROWS and OVERLAP:
-        # whoever waits for this launch counts on the one before it having ended as well
-        gdc_wait()
+        if MODE == ALL_ROWS:
+            earlier_done(OVERLAP)  # also where nothing needed it
+        elif OVERLAP:  # noqa: SIM102 (what is constant, and what is not)
+            if pid == tl.num_programs(0) - 1:  # one program that waits for the flushes is enough, and late it is short
+                gdc_wait()
 
 
 @triton.jit
@@ -171,7 +179,7 @@ def zero_units(
 
 @triton.jit
 def verify_units(
-    b, first, last, slot, folded,
+    b, first, last, slot, folded, known,
     plan, state, state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
     probes, solves, y, saturated, seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
@@ -183,7 +191,10 @@ def verify_units(
     ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, SCALED: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
     MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to."""
+    """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to.
+
+    `known`: whether the weights are there already.
+    """
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
     # only shapes that do not fill their tiles pay for masks
@@ -207,7 +218,7 @@ def verify_units(
     words: tl.constexpr = MODE == STEP_ROWS and CODES > 0
 
     if STAGES > 1:
-        earlier_done(OVERLAP)  # a pipelined loop would load later units' weights before a wait inside of it
+        earlier_done(OVERLAP, known)  # a pipelined loop would load later units' weights before a wait inside of it
     for unit in tl.range(first, last, num_stages=STAGES):
         h = unit // tiles
         g = h // (H // G)
@@ -239,7 +250,7 @@ def verify_units(
             past_from = past_at + h * past_ring[3] + p[None, :]
             past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
         if STAGES == 1:
-            earlier_done(OVERLAP)
+            earlier_done(OVERLAP, known)
         weight = weights + (b * H + h) * (T * BLOCK)
         solve = solves + (b * H + h) * ((WP + 1) * WP)
 
