@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from replayssm import flow
+from replayssm.kernels import launch
 from replayssm.kernels.formats import PAIR_SUM_ERROR
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry
@@ -99,6 +100,17 @@ def test_copies_read_as_pairs_agree_with_torch(name: str, read_format: str, inte
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_drafts_read_copies_as_tiles(name: str, read_format: str, interpreted_pairs: None) -> None:
     run(Case(name, geometry=WORDS, choice=BESIDE, read_format=read_format, verify_len=4, steps=4))
+
+
+@pytest.mark.parametrize(("name", "read_format"), [("mamba2", None), ("gdn", "nvfp4"), ("kda", None)])
+def test_few_programs_share_the_folds_of_several_rows(
+    name: str, read_format: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares end in the middle of a row, and of what is folded at a time."""
+    monkeypatch.setattr(launch, "FLUSH_WARPS", 1)
+    monkeypatch.setattr(launch, "processors", lambda device: 5)
+    geometry = Geometry(heads=4, key_heads=2, key_dim=64, value_dim=48)
+    run(Case(name, geometry, 1, read_format=read_format, choice=Choice(Tile(16), Tile(16, 4)), rows=(3, 0, 1)))
 
 
 @pytest.mark.parametrize("name", RECURRENCES)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replayssm import flow
 from replayssm.kernels import ops
@@ -68,6 +69,23 @@ NAMES = ("plan_op", "settle_op", "commit_op", "compact_op", "verify_op", "fold_o
 @pytest.mark.parametrize("name", [*NAMES, "convolve_op", "gated_norm_op"])
 def test_operators_are_what_they_declare(name: str, twins: Twins) -> None:
     torch.library.opcheck(getattr(ops, name), arguments(twins)[name], test_utils=CHECKS)
+
+
+def test_torch_is_passed_by_where_nobody_watches(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of a layer are called by themselves, unless something is differentiated or traced."""
+    seen: list[str] = []
+    named = {getattr(ops, name): name for name in ("read_op", "gates_op")}
+    monkeypatch.setattr(ops, "_PLAIN", {op: lambda *_, n=name: seen.append(n) for op, name in named.items()})
+    given = arguments(twins)["read_op"]
+    with torch.no_grad():
+        ops.call(ops.read_op, *given)
+        ops.call(ops.gates_op, [given[0]], [], [], [given[0]], 0)
+    assert seen == ["read_op", "gates_op"]
+    ops.call(ops.read_op, *given)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        plan, states = (mode.from_tensor(given[i]) for i in (0, 3))
+        ops.call(ops.read_op, plan, [], [], states, given[4])
+    assert len(seen) == 2
 
 
 def test_a_compiled_step_of_a_tree_equals_an_eager_one() -> None:

@@ -103,24 +103,24 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         if tokens == 1:
             yield from new(Choice(Tile(block_p, 1, warps)))
         yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
-    if codes and tokens == 1:
-        steps = [Tile(64, 1, 1), Tile(64, 1, 2), Tile(32, 1, 1), Tile(32, 2, 1), Tile(16, 1, 1)]
-        flushes = [Tile(16, 8, 2, 2), Tile(16, 4, 2, 2), Tile(16, 1, 4)]
-        if not (layout.recurrence.delta_rule and layout.config.window > 16):  # whose folds spill then
-            flushes += [Tile(32, 8, 2, 2), Tile(32, 4, 2, 2)]
+    columns = {mode: in_columns(layout, tokens, mode.value) for mode in (STEP_ROWS, FLUSH_ROWS)}
+    wide = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2)]
+    if columns[STEP_ROWS]:
+        steps = [Tile(32), Tile(64), Tile(16), Tile(32, 2), Tile(16, 2)]
+    elif codes:
+        steps = [Tile(64), Tile(64, 1, 2), Tile(32), Tile(32, 2), Tile(16)]
     elif tokens == 1:
         steps = [Tile(32, 2), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32), Tile(64), Tile(64, 2), Tile(16)]
-        flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
-        if in_columns(layout, tokens, STEP_ROWS.value):
-            steps = [Tile(32), Tile(16), Tile(64), Tile(32, 2), Tile(16, 2)]
-        else:
-            wide = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2)]
-            steps = [*wide, Tile(32, 1, 4), Tile(64, 1, 4), Tile(16, 1, 2)]
-        if in_columns(layout, tokens, FLUSH_ROWS.value):
-            flushes = [Tile(32, 8, 1, 2), Tile(32, 8), Tile(16, 8, 1, 2)]
-        else:
-            flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
+        steps = [*wide, Tile(32, 1, 4), Tile(64, 1, 4), Tile(16, 1, 2)]
+    if columns[FLUSH_ROWS]:
+        flushes = [Tile(32, 2), Tile(32), Tile(16, 2), Tile(16), Tile(32, 8, 1, 2), Tile(32, 8)]
+    elif codes and tokens == 1:
+        flushes = [Tile(16, 8, 2, 2), Tile(16, 4, 2, 2), Tile(16, 1, 4)]
+    elif tokens == 1:
+        flushes = [Tile(32, 8, 2, 3), Tile(32, 32, 2, 3), Tile(32, 8, 4, 3), Tile(32, 32, 4, 3)]
+    else:
+        flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:
         yield from new(Choice(step, flushes[0]))
     for flush in flushes:

@@ -1,4 +1,4 @@
-"""Units of kernels/verify.py with several tokens in the columns of products: steps, and the folds before them.
+"""Units of kernels/verify.py with tokens in the columns of products: steps, and folds.
 
 `launch.in_columns` says which launches are made of these.
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from replayssm.kernels.exact import clamp, cut, split_dot
 from replayssm.kernels.formats import first_keys, word_tile
 from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION, TOKENS
-from replayssm.kernels.prefetch import earlier_done
+from replayssm.kernels.prefetch import earlier_done_unless
 from replayssm.kernels.stochastic import draw, round_to_grid
 
 
@@ -212,7 +212,7 @@ def draft_units(
 ):  # fmt: skip
     """Units first..first + UNITS - 1 of the live batch row b, whose row of the plan `plan` points to.
 
-    `known`: whether the weights are there already.
+    `known` is not 0 where the weights are there already.
     """
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     # what counts rows is small, and 64-bit remainders are slow
@@ -220,7 +220,7 @@ def draft_units(
     start, empty = tl.load(plan + FOLD_START).to(tl.int32), tl.load(plan + EMPTY) != 0
     state += slot * state_slot
     if STAGES > 1:
-        earlier_done(OVERLAP, known)  # a pipelined loop would load later units' weights before a wait inside of it
+        earlier_done_unless(known, OVERLAP)  # a pipelined loop would load later units' weights before a wait in it
     for unit in tl.range(first, first + UNITS, num_stages=STAGES):
         h = unit // tiles
         draft_unit(
@@ -263,7 +263,7 @@ def draft_unit(
     j = quad_rows(WP)
     past = load_records(writes, slot, h, start, records, j[:, :, :, :, None], p, p_mask, RING_ROWS)
     if WAITS:
-        earlier_done(OVERLAP, known)
+        earlier_done_unless(known, OVERLAP)
 
     c_token, kind = product_columns(TP, DELTA)
     c_live = c_token < (T if CHANNEL else tokens)

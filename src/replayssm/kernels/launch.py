@@ -250,16 +250,21 @@ def copy_rows(layout: StateLayout, tile: Tile) -> int:
 
 
 def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
-    """Whether several tokens are columns of products (kernels/drafts.py) and not rows.
+    """Whether tokens are columns of products (kernels/drafts.py) and not rows, or sums of their own where there is one.
 
-    Measured (docs/experiments.md): columns win where steps read codes, and where a state's columns do not fill wider
-    tiles. Other states are best loaded ahead, several units by several warps. Decays of channels and checkpoints of
-    codes fold in the form with rows only.
+    Measured (docs/experiments.md): for several tokens columns win where steps read codes, and where a state's columns
+    do not fill wider tiles; other states are best loaded ahead, several units by several warps. For one token they win
+    where steps read 16-bit states, and in folds beside a copy. Decays of channels and checkpoints of codes fold in
+    rows only.
     """
-    reads, value_dim = read_codes(layout) is not None, layout.geometry.value_dim
-    if mode == FLUSH_ROWS.value and (layout.recurrence.decay == "channel" or state_scales(layout)):
+    channel, copy = layout.recurrence.decay == "channel", layout.read_format is not None
+    if mode == ALL_ROWS.value or (mode == FLUSH_ROWS.value and (channel or state_scales(layout))):
         return False
-    return tokens > 1 and mode != ALL_ROWS.value and (reads or value_dim & (value_dim - 1) != 0)
+    if tokens == 1:
+        narrow = layout.checkpoint_format.dtype.itemsize == 2
+        return copy if mode == FLUSH_ROWS.value else narrow and not copy and not channel
+    value_dim = layout.geometry.value_dim
+    return read_codes(layout) is not None or value_dim & (value_dim - 1) != 0
 
 
 @cache

@@ -6,7 +6,8 @@ and the layout's number (`state.layout.number_of`). What they write is declared.
 allocates but the plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,29 @@ from replayssm.state.pool import LayerState, StatePool
 
 # No `from __future__ import annotations` here: torch reads the operators' schemas from real annotations.
 
+_PLAIN: dict[Any, Callable[..., Any]] = {}
+"""What each operator does, without torch's way to it."""
+
+
+def operator(name: str, mutates: Collection[str]) -> Callable[[Callable[..., Any]], Any]:
+    """A `torch.library.custom_op` that `call` knows."""
+
+    def define(function: Callable[..., Any]) -> Any:
+        op = torch.library.custom_op(name, function, mutates_args=mutates)
+        _PLAIN[op] = function
+        return op
+
+    return define
+
+
+def call(op: Any, *args: Any) -> None:
+    """Run an operator of a layer. Where nobody traces or differentiates, what it does is called by itself: torch's way
+    through an operator takes as long on the host as all of ours behind it.
+    """
+    first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+    observed = torch.compiler.is_compiling() or torch.is_grad_enabled() or type(first) is not Tensor
+    (op if observed else _PLAIN[op])(*args)
+
 
 def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
     """The window to decode `rows` rows with: 1 where replaying costs more than it saves, as far as measured."""
@@ -35,7 +59,7 @@ def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
     return min(explain(each, rows, width).window_in_force if width else each.config.window for each in found)
 
 
-@torch.library.custom_op("replayssm::plan", mutates_args=())
+@operator("replayssm::plan", ())
 def plan_op(
     slots: Tensor,
     tokens: Tensor | None,
@@ -77,26 +101,26 @@ def _(slots, tokens, all_tokens, width, window, all_window, forced, all_forced, 
     return slots.new_empty(slots.shape[0], len(COLUMNS), dtype=torch.int64)
 
 
-@torch.library.custom_op("replayssm::settle", mutates_args={"counters", "tally"})
+@operator("replayssm::settle", {"counters", "tally"})
 def settle_op(plan: Tensor, counters: Sequence[Tensor], tally: Tensor, full_window: int, kind: int) -> None:
     """Move the cursor after a step and add its counts."""
     cursors.launch_settle(plan, Cursor(*counters), tally, full_window, kind)
 
 
-@torch.library.custom_op("replayssm::commit", mutates_args={"counters"})
+@operator("replayssm::commit", {"counters"})
 def commit_op(slots: Tensor, accepted: Tensor | None, all_accepted: int, counters: Sequence[Tensor]) -> None:
     """Make pending rows real."""
     cursors.launch_commit(slots, all_accepted if accepted is None else accepted, Cursor(*counters))
 
 
-@torch.library.custom_op("replayssm::compact", mutates_args={"memory"})
+@operator("replayssm::compact", {"memory"})
 def compact_op(slots: Tensor, path: Tensor, counters: Sequence[Tensor], memory: Sequence[Tensor], layout: int) -> None:
     """Move the pending ring rows of a path to the first pending rows, in one layer."""
     spec = numbered(layout)
     launch_compact(slots, path, Cursor(*counters), _layer(spec, memory, ()))
 
 
-@torch.library.custom_op("replayssm::verify", mutates_args={"memory", "y", "work", "saturated"})
+@operator("replayssm::verify", {"memory", "y", "work", "saturated"})
 def verify_op(
     plan: Tensor,
     memory: Sequence[Tensor],
@@ -122,7 +146,7 @@ def verify_op(
     launch_verify(layer, plan, named, y, choice, work, saturated, seeds, number, is_tree=is_tree)
 
 
-@torch.library.custom_op("replayssm::convolve", mutates_args={"memory", "y", "gates"})
+@operator("replayssm::convolve", {"memory", "y", "gates"})
 def convolve_op(
     plan: Tensor,
     memory: Sequence[Tensor],
@@ -161,7 +185,7 @@ def convolve_op(
     )
 
 
-@torch.library.custom_op("replayssm::gates", mutates_args={"gates"})
+@operator("replayssm::gates", {"gates"})
 def gates_op(
     gate_inputs: Sequence[Tensor],
     gate_params: Sequence[Tensor],
@@ -173,7 +197,7 @@ def gates_op(
     launch_gates(numbered(layout), gate_inputs, gate_params, gate_constants, gates)
 
 
-@torch.library.custom_op("replayssm::gated_norm", mutates_args={"out"})
+@operator("replayssm::gated_norm", {"out"})
 def gated_norm_op(
     y: Tensor,
     z: Tensor,
@@ -188,13 +212,13 @@ def gated_norm_op(
     launch_gated_norm(y, z, weight, out, size, eps, gate_first, is_sigmoid)
 
 
-@torch.library.custom_op("replayssm::fold", mutates_args={"memory", "saturated"})
+@operator("replayssm::fold", {"memory", "saturated"})
 def fold_op(plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], saturated: Tensor, layout: int) -> None:
     """Fold the rows that are due, without running tokens."""
     template.launch_fold(_layer(numbered(layout), memory, params), plan, saturated)
 
 
-@torch.library.custom_op("replayssm::materialize", mutates_args={"memory", "saturated"})
+@operator("replayssm::materialize", {"memory", "saturated"})
 def materialize_op(
     plan: Tensor,
     memory: Sequence[Tensor],
@@ -207,7 +231,7 @@ def materialize_op(
     template.launch_materialize(_layer(numbered(layout), memory, params), plan, targets, saturated)
 
 
-@torch.library.custom_op("replayssm::read", mutates_args={"out"})
+@operator("replayssm::read", {"out"})
 def read_op(plan: Tensor, memory: Sequence[Tensor], params: Sequence[Tensor], out: Tensor, layout: int) -> None:
     """States at exact boundaries into `out` [B, H, N, P]."""
     template.launch_read(_layer(numbered(layout), memory, params), plan, out)
@@ -291,7 +315,7 @@ class Kernels:
     def compact(self, slots: Tensor, path: Tensor) -> None:
         """Move the pending ring rows of `path` [B, D] to the first pending rows, in all layers."""
         for layer, number in enumerate(self._pool.layout_numbers):
-            compact_op(slots, path, self._counters, self._layer(layer)[0], number)
+            call(compact_op, slots, path, self._counters, self._layer(layer)[0], number)
 
     def engine_step(
         self,
@@ -338,7 +362,7 @@ class Kernels:
         work = workspace(state.layout, plan.shape[0], width, plan.device)
         cursor, number = self._pool.cursor, self._pool.layout_numbers[layer]
         memory = self._layer(layer)
-        verify_op(plan, *memory, given, out, work, cursor.saturated, cursor.seed, layer, number, is_tree)
+        call(verify_op, plan, *memory, given, out, work, cursor.saturated, cursor.seed, layer, number, is_tree)
         return out
 
     def causal_conv(
@@ -353,7 +377,7 @@ class Kernels:
     ) -> Tensor:
         """As `flow.causal_conv` in a step to the ring; `x` are its inputs, side by side."""
         y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
-        convolve_op(plan, self._carry(layer), x, weight, bias, activation, y, [], [], [], [], number, is_tree)
+        call(convolve_op, plan, self._carry(layer), x, weight, bias, activation, y, [], [], [], [], number, is_tree)
         return y
 
     def convolve(
@@ -362,7 +386,8 @@ class Kernels:
         """The same, and the recurrence's "exact" inputs, made of the gate inputs `given`, by name."""
         y, number = self._conv_output(layer, x), self._pool.layout_numbers[layer]
         gates = self._gates_output(layer, y)
-        convolve_op(
+        call(
+            convolve_op,
             plan,
             self._carry(layer),
             x,
@@ -385,7 +410,7 @@ class Kernels:
         """As `flow.mixer.gates`."""
         out = self._gates_output(layer, given[0])
         number = self._pool.layout_numbers[layer]
-        gates_op([_dense(part) for part in given], list(params), list(constants), list(out.values()), number)
+        call(gates_op, [_dense(part) for part in given], list(params), list(constants), list(out.values()), number)
         return out
 
     def _gates_output(self, layer: int, like: Tensor) -> dict[str, Tensor]:
@@ -400,21 +425,22 @@ class Kernels:
     def gated_norm(self, y: Tensor, z: Tensor, norm: Norm) -> Tensor:
         """As `Norm` itself; `z` is contiguous within a token, and was there before the launch in front of this one."""
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        gated_norm_op(y.contiguous(), z, norm.weight, out, norm.size, norm.eps, norm.gate_first, norm.gate == "sigmoid")
+        y, is_sigmoid = y.contiguous(), norm.gate == "sigmoid"
+        call(gated_norm_op, y, z, norm.weight, out, norm.size, norm.eps, norm.gate_first, is_sigmoid)
         return out
 
     def fold_due(self, layer: int, plan: Tensor) -> None:
         """As `flow.flush.fold_due`."""
-        fold_op(plan, *self._layer(layer), self._pool.cursor.saturated, self._pool.layout_numbers[layer])
+        call(fold_op, plan, *self._layer(layer), self._pool.cursor.saturated, self._pool.layout_numbers[layer])
 
     def materialize(self, layer: int, plan: Tensor, out: Tensor) -> None:
         """States after the plan's `folded` records, into `out` [B, H, N, P]."""
-        read_op(plan, *self._layer(layer), out, self._pool.layout_numbers[layer])
+        call(read_op, plan, *self._layer(layer), out, self._pool.layout_numbers[layer])
 
     def materialize_into(self, layer: int, plan: Tensor, targets: Tensor) -> None:
         """The same, into the checkpoints of the slots `targets` [B]."""
         number, saturated = self._pool.layout_numbers[layer], self._pool.cursor.saturated
-        materialize_op(plan, *self._layer(layer), targets, saturated, number)
+        call(materialize_op, plan, *self._layer(layer), targets, saturated, number)
 
     def _settle(self, plan: Tensor, kind: int) -> None:
         settle_op(plan, self._counters, self._pool.counts, self._pool.config.window, kind)

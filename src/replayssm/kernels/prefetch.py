@@ -27,14 +27,28 @@ ASK = tl.constexpr("""{
 }""")
 
 
+# a branch around the wait would part the loads in front of it from what becomes of them
+WAIT_UNLESS = tl.constexpr("""{
+    .reg .pred waits;
+    setp.eq.s32 waits, $1, 0;
+    @waits griddepcontrol.wait;
+    mov.b32 $0, $1;
+}""")
+
+
 @triton.jit
-def earlier_done(OVERLAP: tl.constexpr, known=False):
-    """Wait for all earlier launches, unless it is `known` that what is needed of them is there. The next one may start
-    then: it waits for what it needs.
-    """
+def earlier_done(OVERLAP: tl.constexpr):
+    """Wait for all earlier launches. The next one may start then: it waits for what it needs itself."""
     if OVERLAP:
-        if not known:
-            gdc_wait()
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def earlier_done_unless(known, OVERLAP: tl.constexpr):
+    """The same, but do not wait where it is `known` (int32, not 0) that what is needed of earlier launches is there."""
+    if OVERLAP:
+        tl.inline_asm_elementwise(WAIT_UNLESS, "=r,r", [known], tl.int32, is_pure=False, pack=1)
         gdc_launch_dependents()
 
 

@@ -172,15 +172,17 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     capability, 9.0; the tests hold layers of real models to it. Where nothing fits (16 tokens, long keys) they spill.
     """
     geometry, recurrence = layout.geometry, layout.recurrence
-    channel, narrow = recurrence.decay == "channel", layout.checkpoint_format.dtype.itemsize < 4
+    channel = recurrence.decay == "channel"
     folded = 16 if is_random(layout) and not channel else 32  # columns, beside which random numbers need registers
     if read_codes(layout) is not None:
         scaled = layout.config.checkpoint_format == "fp8"
         step, flush = _fit(layout, 64, 1, 1), _fit(layout, folded, 8, 2, 2)
         if tokens > 1:
-            step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2) if scaled else _draft_fold(layout)
-        # a fold that solves the window holds a matrix, too, and of fp8 checkpoints codes and scales
-        if layout.read_format and recurrence.delta_rule and (scaled or (tokens == 1 and layout.config.window > 16)):
+            step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2)
+        if in_columns(layout, tokens, FLUSH_ROWS.value):
+            flush = _column_fold(layout)
+        elif layout.read_format and recurrence.delta_rule and scaled:
+            # a fold that solves the window holds a matrix, too, and codes and scales
             flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 16, 1, 4)
         if channel:  # decays of all channels besides
             flush = _fit(layout, 32, 1, 4 if layout.config.window <= 16 else 8)
@@ -191,14 +193,16 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         if in_columns(layout, tokens, STEP_ROWS.value):
             step = _drafts(layout, tokens)
         if in_columns(layout, tokens, FLUSH_ROWS.value):
-            flush = _draft_fold(layout)
+            flush = _column_fold(layout)
         return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
     if units <= (FEW_UNITS if channel else FEW_UNITS // 2):
         return Choice(_fit(layout, 16, 1, 2 if channel else 1), recurrent=True), "few rows: record by record"
     if units <= FEW_UNITS:
         return Choice(_fit(layout, 16, 1, 1)), "few rows: one launch of many small programs over the states"
-    step = _fit(layout, 64, 1, 1) if narrow and not recurrence.delta_rule else _fit(layout, 32, 2, 1)
+    step = _fit(layout, 32, 2, 1)
+    if in_columns(layout, tokens, STEP_ROWS.value):
+        step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
     flush = _fit(layout, folded, 8, 4 if channel else 2, 3)
     return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
@@ -220,10 +224,13 @@ def _drafts(layout: StateLayout, tokens: int) -> Tile:
     return Tile(16 if half else 32)
 
 
-def _draft_fold(layout: StateLayout) -> Tile:
-    """The same of its flush, which goes through the key rows in parts."""
+def _column_fold(layout: StateLayout) -> Tile:
+    """The tile of a flush in columns, which goes through the key rows in parts: few units at a time beside a copy,
+    whose rounding then finds them in the L2.
+    """
     block_p = 16 if layout.geometry.value_dim % 32 or is_random(layout) else 32
-    return replace(_fit(layout, block_p, 8, 1), num_stages=2, num_warps=1)
+    copy = layout.read_format is not None
+    return replace(_fit(layout, block_p, 2 if copy else 8, 1), num_stages=1 if copy else 2, num_warps=1)
 
 
 @cache

@@ -42,7 +42,7 @@ from replayssm.kernels.formats import (
     word_sums,
 )
 from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, POSITION, SLOT, TOKENS
-from replayssm.kernels.prefetch import earlier_done
+from replayssm.kernels.prefetch import earlier_done, earlier_done_unless
 from replayssm.kernels.stochastic import draw, round_to_grid
 
 # which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
@@ -95,16 +95,19 @@ def verify_kernel(
             if (due > 0) | (pid == 0):  # whoever waits for this launch counts on those before it having ended as well
                 gdc_wait()
             gdc_launch_dependents()
-        # few rows are due in a step, and only the device knows which: a fixed grid walks through them
+        # few rows are due in a step, and only the device knows which: a fixed grid shares their units evenly
         units: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H
-        count = tl.minimum(UNITS, tl.maximum(1, due * units // tl.num_programs(0)))
-        chunks = tl.cdiv(units, count)
-        for item in range(pid, due * chunks, tl.num_programs(0)):
-            b = tl.load(plan + item // chunks * plan_row + ORDER)
+        share = due.to(tl.int64) * units
+        at = (share * pid // tl.num_programs(0)).to(tl.int32)
+        end = (share * (pid + 1) // tl.num_programs(0)).to(tl.int32)
+        while at < end:
+            # what is folded at a time is in the L2 when its copy is rounded
+            first = at % units
+            last = tl.minimum(tl.minimum(first + UNITS, units), first + end - at)
+            b = tl.load(plan + at // units * plan_row + ORDER)
             row = plan + b * plan_row
-            first = item % chunks * count
-            last = tl.minimum(first + count, units)
             slot = tl.load(row + SLOT)
+            at += last - first
             if IN_COLUMNS:
                 fold_units(
                     b, first, last, slot, row, state, state_slot, keys, writes, values, key, query, value, layer_params,
@@ -113,7 +116,7 @@ def verify_kernel(
                 )  # fmt: skip
             else:
                 verify_units(
-                    b, first, last, slot, tl.load(row + FOLDED), True, row, state,
+                    b, first, last, slot, tl.load(row + FOLDED), due, row, state,
                     state_slot, state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights,
                     probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
                     STAGES, MODE, LIMIT, DELTA, CHANNEL, SKIP, False, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP,
@@ -133,7 +136,7 @@ def verify_kernel(
                     )
     else:
         # flushes, which come first, let this launch start when they may themselves
-        known = due > 0 if MODE == STEP_ROWS else False
+        known = tl.where(MODE == STEP_ROWS, due, 0)
         b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
         slot = tl.load(row + SLOT)
@@ -193,7 +196,7 @@ def verify_units(
 ):  # fmt: skip
     """Units first..last - 1 of the live batch row b, whose row of the plan `plan` points to.
 
-    `known`: whether the weights are there already.
+    `known` is not 0 where the weights are there already.
     """
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
@@ -218,7 +221,7 @@ def verify_units(
     words: tl.constexpr = MODE == STEP_ROWS and CODES > 0
 
     if STAGES > 1:
-        earlier_done(OVERLAP, known)  # a pipelined loop would load later units' weights before a wait inside of it
+        earlier_done_unless(known, OVERLAP)  # a pipelined loop would load later units' weights before a wait in it
     for unit in tl.range(first, last, num_stages=STAGES):
         h = unit // tiles
         g = h // (H // G)
@@ -250,7 +253,7 @@ def verify_units(
             past_from = past_at + h * past_ring[3] + p[None, :]
             past = tl.load(past_from, mask=past_mask, other=0, eviction_policy="evict_first").to(tl.float32)
         if STAGES == 1:
-            earlier_done(OVERLAP, known)
+            earlier_done_unless(known, OVERLAP)
         weight = weights + (b * H + h) * (T * BLOCK)
         solve = solves + (b * H + h) * ((WP + 1) * WP)
 

@@ -35,6 +35,7 @@ class DecodeRows:
         starts: int32 [B + 1], where each row's tokens begin; None where every row has one.
         accepted: int32 [B], how many tokens of its last step each row kept, at least 1; None without drafts.
         gather: int64 [B, T], which token is the t-th of each row, where rows have different numbers of them.
+        places: int64 [n], where then each token is in [B * T].
     """
 
     step: Step
@@ -43,6 +44,7 @@ class DecodeRows:
     starts: Tensor | None = None
     accepted: Tensor | None = None
     gather: Tensor | None = None
+    places: Tensor | None = None
 
     def spread(self, x: Tensor) -> Tensor:
         """[n, ...] as [B, T, ...]; what lies beyond a row's tokens is any token."""
@@ -50,8 +52,7 @@ class DecodeRows:
 
     def collect(self, y: Tensor, out: Tensor) -> None:
         """Write what `verify` did not write in place: [B, T, ...] into `out` [n, ...]."""
-        mask = self.step.token_mask
-        out[self.gather[mask]] = y[mask].to(out.dtype)  # type: ignore[index]
+        out.copy_(y.flatten(0, 1)[self.places])
 
 
 @dataclass(frozen=True)
@@ -206,12 +207,14 @@ class ReplayBuilder:
             accepted=None if accepted is None else accepted[:rows],
             certain=certain.to(blocks.device),
         )
-        gather, tokens = None, rows * width
-        if not bool(((lengths == width) | (lengths == 0)).all()):
-            tokens = int(lengths.sum())
-            at = starts[:-1].long().unsqueeze(1) + torch.arange(width, device=blocks.device)
-            gather = at.clamp(max=tokens - 1)
-        return DecodeRows(step, memory.blocks, tokens, starts, memory.kept, gather)
+        if bool(((lengths == width) | (lengths == 0)).all()):
+            return DecodeRows(step, memory.blocks, rows * width, starts, memory.kept)
+        # from what the host knows: indices by a mask would wait for the device, in every layer
+        tokens, place = int(lengths.sum()), torch.arange(width)
+        gather = ((lengths.cumsum(0) - lengths).unsqueeze(1) + place).clamp(max=tokens - 1)
+        places = (place < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        gather, places = (index.to(blocks.device, non_blocking=True) for index in (gather, places))
+        return DecodeRows(step, memory.blocks, tokens, starts, memory.kept, gather, places)
 
     def _prompt(
         self, m: Any, steps: EngineSteps, blocks: Tensor, ring: int, accepted: Tensor | None
