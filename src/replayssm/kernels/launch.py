@@ -252,19 +252,20 @@ def copy_rows(layout: StateLayout, tile: Tile) -> int:
 def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
     """Whether tokens are columns of products (kernels/drafts.py) and not rows, or sums of their own where there is one.
 
-    Measured (docs/experiments.md): for several tokens columns win where steps read codes, and where a state's columns
-    do not fill wider tiles; other states are best loaded ahead, several units by several warps. For one token they win
-    where steps read 16-bit states, and in folds beside a copy. Decays of channels and checkpoints of codes fold in
-    rows only.
+    Measured (docs/experiments.md). Folds win, since they leave the L1 to the steps beside them; with decays of channels
+    or checkpoints of codes they have rows only. Steps of several tokens win where they read codes, and where a state's
+    columns do not fill wider tiles, those of one token where it reads 16-bit states; other states are best loaded
+    ahead, several units by several warps.
     """
-    channel, copy = layout.recurrence.decay == "channel", layout.read_format is not None
-    if mode == ALL_ROWS.value or (mode == FLUSH_ROWS.value and (channel or state_scales(layout))):
+    channel, value_dim = layout.recurrence.decay == "channel", layout.geometry.value_dim
+    if mode == FLUSH_ROWS.value:
+        return not channel and not state_scales(layout)
+    if mode == ALL_ROWS.value:
         return False
+    codes = read_codes(layout) is not None
     if tokens == 1:
-        narrow = layout.checkpoint_format.dtype.itemsize == 2
-        return copy if mode == FLUSH_ROWS.value else narrow and not copy and not channel
-    value_dim = layout.geometry.value_dim
-    return read_codes(layout) is not None or value_dim & (value_dim - 1) != 0
+        return layout.checkpoint_format.dtype.itemsize == 2 and not codes and not channel
+    return codes or value_dim & (value_dim - 1) != 0
 
 
 @cache

@@ -203,7 +203,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     step = _fit(layout, 32, 2, 1)
     if in_columns(layout, tokens, STEP_ROWS.value):
         step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
-    flush = _fit(layout, folded, 8, 4 if channel else 2, 3)
+    flush = _column_fold(layout) if in_columns(layout, tokens, FLUSH_ROWS.value) else _fit(layout, folded, 8, 4, 3)
     return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
 
@@ -229,8 +229,7 @@ def _column_fold(layout: StateLayout) -> Tile:
     whose rounding then finds them in the L2.
     """
     block_p = 16 if layout.geometry.value_dim % 32 or is_random(layout) else 32
-    copy = layout.read_format is not None
-    return replace(_fit(layout, block_p, 2 if copy else 8, 1), num_stages=1 if copy else 2, num_warps=1)
+    return replace(_fit(layout, block_p, 2 if layout.read_format else 8, 1), num_warps=1)
 
 
 @cache
