@@ -18,14 +18,16 @@ SLOTS, H, P, BLOCK_P = 3, 2, 24, 16
 @triton.jit(do_not_specialize=["layer"])
 def draw_kernel(
     seeds, layer, tokens, out,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, BLOCK_P: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) // H
     h = tl.program_id(0) % H
-    n, p = tl.arange(0, NP), tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    noise = draw(seeds, slot, layer, tl.load(tokens + slot), h, p, N, P, NP)
-    at = out + ((slot * H + h) * N + n[:, None]) * P + p[None, :]
-    tl.store(at, noise.to(tl.int64), mask=(n < N)[:, None] & (p < P)[None, :])
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    for first in range(0, N, ROWS):
+        n = first + tl.arange(0, ROWS)
+        noise = draw(seeds, slot, layer, tl.load(tokens + slot), h, first, p, N, P, ROWS)
+        at = out + ((slot * H + h) * N + n[:, None]) * P + p[None, :]
+        tl.store(at, noise.to(tl.int64), mask=(n < N)[:, None] & (p < P)[None, :])
 
 
 @triton.jit
@@ -34,15 +36,14 @@ def round_kernel(x, noise, out, SIZE: tl.constexpr, MANTISSA: tl.constexpr, LEAS
     tl.store(out + at, round_to_grid(tl.load(x + at), tl.load(noise + at).to(tl.uint32), MANTISSA, LEAST))
 
 
-@pytest.mark.parametrize("keys", [64, 22])
-def test_the_stream_is_that_of_the_format(keys: int) -> None:
+@pytest.mark.parametrize(("keys", "rows"), [(64, 64), (64, 16), (22, 32), (22, 8)])
+def test_the_stream_is_that_of_the_format(keys: int, rows: int) -> None:
     seeds = torch.tensor([0, -(2**63) + 5, 2**40 + 3], device=DEVICE)
     tokens = torch.tensor([7, 2**33 + 1, 16], device=DEVICE)
     out = torch.full((SLOTS, H, keys, P), -1, dtype=torch.int64, device=DEVICE)
     apart = torch.stack([seeds, seeds * 0], 1)[:, 0]  # seeds that do not lie side by side
-    padded = triton.next_power_of_2(keys)
     for layer in (0, 1, 40):
-        draw_kernel[(SLOTS * H, 2)]((apart, apart.stride(0)), layer, tokens, out, H, keys, P, padded, BLOCK_P)
+        draw_kernel[(SLOTS * H, 2)]((apart, apart.stride(0)), layer, tokens, out, H, keys, P, rows, BLOCK_P)
         assert torch.equal(out, stochastic.noise(seeds, layer, tokens, (H, keys, P)))
 
 

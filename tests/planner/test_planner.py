@@ -100,6 +100,7 @@ NOT_COMPARED = {
     "kernels/results/2026-11-30-h200-sketches.json",  # parts of kernels
     "kernels/results/2026-11-30-h200-reads-sketches.json",
     "kernels/results/2026-11-30-h200-tokens-sketches.json",
+    "kernels/results/2026-12-01-h200-forms-sketches.json",
 }
 
 

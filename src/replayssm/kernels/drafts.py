@@ -426,7 +426,7 @@ def fold_unit(
     p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
     p_mask = p < P
     # some key rows after the other: all of them, and what the fold adds to them, are more than the registers hold
-    CHUNK: tl.constexpr = NP if RANDOM else min(NP, 32)
+    CHUNK: tl.constexpr = min(NP, 32)
     j, c = tl.arange(0, WP), tl.arange(0, BLOCK_P)
     records = quad_rows(WP, True)[:, :, :, :, None]
     past = load_records(values if solved else writes, slot, h, start, folded, records, p, p_mask, RING_ROWS)
@@ -459,7 +459,7 @@ def fold_unit(
         if LIMIT > 0:
             S = clamp(S, saturated, LIMIT, True)
         if RANDOM:
-            noise = draw(seeds, slot, layer, held, h, first + c % 8 * J + c // 8, N, P, NP)
+            noise = draw(seeds, slot, layer, held, h, at, first + c % 8 * J + c // 8, N, P, CHUNK)
             S = round_to_grid(S, tl.trans(noise), MANTISSA, LEAST)
         rounded = S.to(state.dtype.element_ty)
         tl.store(head + row * P, columns_last(rounded), mask=mask, eviction_policy="evict_last")

@@ -108,7 +108,7 @@ def recurrent_kernel(
                 S = clamp(S, saturated + slot, LIMIT, True)
             if RANDOM:
                 held = tl.load(plan + POSITION) - history
-                S = round_to_grid(S, draw(seeds, slot, layer, held, h, p, N, P, NP), MANTISSA, LEAST)
+                S = round_to_grid(S, draw(seeds, slot, layer, held, h, 0, p, N, P, NP), MANTISSA, LEAST)
             rounded, S = nearest(S, state.dtype.element_ty, NATIVE)
             state_at = state + slot * state_slot + h * (N * P) + n[:, None] * P + p[None, :]
             tl.store(state_at, rounded, mask=n_mask[:, None] & p_mask[None, :])

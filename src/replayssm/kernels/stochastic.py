@@ -7,15 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
-def draw(seeds, slot, layer, tokens, h, p, N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr):
-    """Random uint32 [NP, columns] for columns `p` of head h, rows beyond N included.
+def draw(seeds, slot, layer, tokens, h, first, p, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """Random uint32 [ROWS, columns] for columns `p` of head h and rows from `first` on, those beyond N included.
 
     Args:
         seeds: (pointer, stride) of the slots' seeds, int64.
         layer: number of the layer within its pool.
         tokens: of the slot's checkpoint once it is stored, int64.
+        first: a multiple of 4.
     """
-    quad = (h * ((N + 3) // 4) + tl.arange(0, NP // 4))[:, None] * P + p[None, :]
+    quad = (h * ((N + 3) // 4) + first // 4 + tl.arange(0, ROWS // 4))[:, None] * P + p[None, :]
     quad = quad.to(tl.uint32)
     rest = quad * 0
     w0, w1, w2, w3 = tl.philox(
@@ -26,8 +27,8 @@ def draw(seeds, slot, layer, tokens, h, p, N: tl.constexpr, P: tl.constexpr, NP:
         rest + (tokens >> 32).to(tl.uint32),
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [quads, columns, 2, 2]: word 2 i + j at [i, j]
-    words = tl.permute(tl.reshape(words, [NP // 4, p.shape[0], 4]), [0, 2, 1])
-    return tl.reshape(words, [NP, p.shape[0]])
+    words = tl.permute(tl.reshape(words, [ROWS // 4, p.shape[0], 4]), [0, 2, 1])
+    return tl.reshape(words, [ROWS, p.shape[0]])
 
 
 @triton.jit

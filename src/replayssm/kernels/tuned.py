@@ -173,10 +173,10 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     """
     geometry, recurrence = layout.geometry, layout.recurrence
     channel = recurrence.decay == "channel"
-    folded = 16 if is_random(layout) and not channel else 32  # columns, beside which random numbers need registers
     if read_codes(layout) is not None:
         scaled = layout.config.checkpoint_format == "fp8"
-        step, flush = _fit(layout, 64, 1, 1), _fit(layout, folded, 8, 2, 2)
+        # random numbers need registers
+        step, flush = _fit(layout, 64, 1, 1), _fit(layout, 16 if is_random(layout) and not channel else 32, 8, 2, 2)
         if tokens > 1:
             step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2)
         if in_columns(layout, tokens, FLUSH_ROWS.value):
@@ -203,7 +203,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     step = _fit(layout, 32, 2, 1)
     if in_columns(layout, tokens, STEP_ROWS.value):
         step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
-    flush = _column_fold(layout) if in_columns(layout, tokens, FLUSH_ROWS.value) else _fit(layout, folded, 8, 4, 3)
+    flush = _column_fold(layout) if in_columns(layout, tokens, FLUSH_ROWS.value) else _fit(layout, 32, 8, 4, 3)
     return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
 
@@ -228,8 +228,7 @@ def _column_fold(layout: StateLayout) -> Tile:
     """The tile of a flush in columns, which goes through the key rows in parts: few units at a time beside a copy,
     whose rounding then finds them in the L2.
     """
-    block_p = 16 if layout.geometry.value_dim % 32 or is_random(layout) else 32
-    return replace(_fit(layout, block_p, 2 if layout.read_format else 8, 1), num_warps=1)
+    return replace(_fit(layout, 32, 2 if layout.read_format else 8, 1), num_warps=1)
 
 
 @cache

@@ -286,7 +286,7 @@ def verify_units(
             noise = 0
             if RANDOM:
                 held = tl.load(plan + POSITION) - history
-                noise = draw(seeds, slot, layer, held, h, p, N, P, NP)
+                noise = draw(seeds, slot, layer, held, h, 0, p, N, P, NP)
             if SCALED:
                 codes, column, S = scaled_codes(S, noise, RANDOM, MANTISSA, LEAST)
                 words_at = head + tl.arange(0, N // 4)[:, None] * P + p[None, :]
