@@ -31,6 +31,8 @@ from replayssm.planner.step import require_work
 LOAD_FORMAT = "replayssm_random"
 WARM_UP = 24
 COMPARED_ROWS, COMPARED = 8, 8
+DRAFTED = 256
+"""Tokens that models with drafts know: of so few each is in a prompt, and a look-up finds drafts for every step."""
 """How many rows' first tokens are compared between the sides, and how many tokens of each."""
 LEAST_ALIKE = 0.25
 """Allowed share of compared tokens before rows first differ. bf16 rounding alone turns a near tie now and then, behind
@@ -228,7 +230,8 @@ def measure(folder: str, side: str, request: EngineRequest) -> None:
     import vllm
     from vllm import LLM
 
-    register_random_weights()
+    tokens = DRAFTED if request.draft_len else None
+    register_random_weights(tokens)
     register_text_model(Path(folder))
     options: dict[str, Any] = {
         "model": folder,
@@ -256,7 +259,7 @@ def measure(folder: str, side: str, request: EngineRequest) -> None:
     if side == "replay":
         additional["replayssm"] = {"precision": request.precision, "window": request.window}
     engine = LLM(**options | given | {"additional_config": additional}).llm_engine
-    vocabulary = engine.vllm_config.model_config.get_vocab_size()
+    vocabulary = tokens or engine.vllm_config.model_config.get_vocab_size()
     blocks = engine.vllm_config.cache_config.num_gpu_blocks or 0
     for batch in sorted(request.batches):
         try:
@@ -367,8 +370,11 @@ def register_text_model(folder: Path) -> None:
             ModelRegistry.register_model(name, TEXT_MODELS[name])
 
 
-def register_random_weights() -> None:
-    """A load format of vLLM whose weights are random numbers of a trained model's size, the same every time."""
+def register_random_weights(tokens: int | None = None) -> None:
+    """A load format of vLLM whose weights are random numbers of a trained model's size, the same every time.
+
+    A model says the first `tokens` only: the logits of all others are 0, and one of so many is larger.
+    """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -376,6 +382,8 @@ def register_random_weights() -> None:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             for number, (name, parameter) in enumerate(model.named_parameters()):
                 fill(name, parameter.data, torch.Generator(parameter.device).manual_seed(number))
+                if tokens is not None and {"lm_head", "embed_tokens", "embeddings"} & {*name.split(".")}:
+                    parameter.data[tokens:] = 0
 
     register_model_loader(LOAD_FORMAT)(RandomLoader)
 
