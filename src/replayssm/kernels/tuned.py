@@ -158,11 +158,8 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
     return Decision(choice, in_force, None, f"{rule} ({where}{lacking})")
 
 
-FEW_UNITS = 1024
-"""Up to this many units of 16 columns (two rows of a large layer) an H200 has less to read than to wait for.
-
-Up to half of them (one row) it waits for a second launch longer than for states to be written.
-"""
+FEW_UNITS = 2048
+"""Up to this many units of 16 columns (four rows of a large layer) an H200 has less to write than to wait for."""
 
 
 def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str]:
@@ -196,10 +193,9 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
             flush = _column_fold(layout)
         return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
-    if units <= (FEW_UNITS if channel else FEW_UNITS // 2):
-        return Choice(_fit(layout, 16, 1, 2 if channel else 1), recurrent=True), "few rows: record by record"
     if units <= FEW_UNITS:
-        return Choice(_fit(layout, 16, 1, 1)), "few rows: one launch of many small programs over the states"
+        wide = _fit(layout, 32, 1, 1) if units <= FEW_UNITS // 2 else _fit(layout, 64, 1, 2)
+        return Choice(_fit(layout, 16, 1, 1) if channel else wide, recurrent=True), "few rows: record by record"
     step = _fit(layout, 32, 2, 1)
     if in_columns(layout, tokens, STEP_ROWS.value):
         step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
