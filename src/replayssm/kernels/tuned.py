@@ -194,8 +194,8 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
     if units <= FEW_UNITS:
-        wide = _fit(layout, 32, 1, 1) if units <= FEW_UNITS // 2 else _fit(layout, 64, 1, 2)
-        return Choice(_fit(layout, 16, 1, 1) if channel else wide, recurrent=True), "few rows: record by record"
+        block_p, warps = (16, 1) if channel else (32, 1) if units <= FEW_UNITS // 2 else (64, 2)
+        return Choice(_fit(layout, block_p, 1, warps), recurrent=True), "few rows: record by record"
     step = _fit(layout, 32, 2, 1)
     if in_columns(layout, tokens, STEP_ROWS.value):
         step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
