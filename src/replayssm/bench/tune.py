@@ -114,11 +114,11 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
     else:
         steps = [*wide, Tile(32, 1, 4), Tile(64, 1, 4), Tile(16, 1, 2)]
     if columns[FLUSH_ROWS]:
-        flushes = [Tile(32, 2), Tile(32, 8), Tile(32), Tile(16, 2), Tile(16, 8), Tile(32, 8, 1, 2)]
+        flushes = [Tile(32), Tile(32, 4), Tile(16), Tile(16, 4), Tile(32, 1, 2)]
     elif codes and tokens == 1:
         flushes = [Tile(16, 8, 2, 2), Tile(16, 4, 2, 2), Tile(16, 1, 4)]
     elif tokens == 1:
-        flushes = [Tile(32, 8, 4, 3), Tile(32, 8, 4, 2), Tile(32, 8, 4), Tile(32, 32, 4, 3), Tile(32, 8, 8)]
+        flushes = [Tile(32, 8, 2, 3), Tile(32, 4, 2, 3), Tile(32, 8, 4, 3)]
     else:
         flushes = [Tile(16, 8, 1, 2), Tile(16, 8, 2, 3), Tile(16, 8, 2, 2), Tile(16, 1, 4)]
     for step in steps:

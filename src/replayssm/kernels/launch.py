@@ -42,8 +42,10 @@ A part of what the L2 holds.
 SOLVING_PROGRAMS = 16
 """Programs per multiprocessor that solve windows again."""
 
-FLUSH_WARPS = 8
-"""Warps of a flush launch per multiprocessor: as many as have room with all registers: steps start behind them."""
+FLUSH_WARPS = 16
+"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one. Where steps
+start behind it, half as many: as have room with all registers.
+"""
 
 
 @dataclass(frozen=True)
@@ -252,20 +254,26 @@ def copy_rows(layout: StateLayout, tile: Tile) -> int:
 def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
     """Whether tokens are columns of products (kernels/drafts.py) and not rows, or sums of their own where there is one.
 
-    Measured (docs/experiments.md). Folds win, since they leave the L1 to the steps beside them; with decays of channels
-    or checkpoints of codes they have rows only. Steps of several tokens win where they read codes, and where a state's
-    columns do not fill wider tiles, those of one token where it reads 16-bit states; other states are best loaded
-    ahead, several units by several warps.
+    Measured (docs/experiments.md). Columns win where steps of several tokens read codes, where a state's columns do not
+    fill wider tiles, and for one token where steps read 16-bit states and where folds have either of the two; fp32
+    states are best loaded ahead, several units by several warps. Decays of channels and checkpoints of codes fold in
+    rows only.
     """
     channel, value_dim = layout.recurrence.decay == "channel", layout.geometry.value_dim
-    if mode == FLUSH_ROWS.value:
-        return not channel and not state_scales(layout)
-    if mode == ALL_ROWS.value:
+    if mode == ALL_ROWS.value or (mode == FLUSH_ROWS.value and (channel or state_scales(layout))):
         return False
-    codes = read_codes(layout) is not None
+    codes, narrow = read_codes(layout) is not None, layout.checkpoint_format.dtype.itemsize == 2
     if tokens == 1:
-        return layout.checkpoint_format.dtype.itemsize == 2 and not codes and not channel
+        return (codes or narrow) if mode == FLUSH_ROWS.value else narrow and not codes and not channel
     return codes or value_dim & (value_dim - 1) != 0
+
+
+def folds_first(layout: StateLayout, tokens: int) -> bool:
+    """Whether the launch of flushes comes before that of steps, which fill the GPU as folds end.
+
+    Folds in columns do; those in rows hold so much shared memory that steps behind them find no L1.
+    """
+    return in_columns(layout, tokens, FLUSH_ROWS.value)
 
 
 @cache
@@ -285,6 +293,7 @@ def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, ov
         "MODE": mode,
         "LIMIT": clamp_limit(layout.checkpoint_format.limit),
         "OVERLAP": overlap,
+        "FOLDS_FIRST": folds_first(layout, tokens),
         "ROWS": copy_rows(layout, tile),
         "PROBE_BITS": packed_probe_bits(layout, tokens, _has_e4m3()),
     }
@@ -360,16 +369,23 @@ def launch_verify(
     if solves_again(layout):
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
         run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solve_warps(layout), **early)
-    if choice.flush is not None:
-        # before the steps, which fill the GPU as flushes end; however few rows are due, their units are spread over it
-        warps = choice.flush.num_warps
-        programs = min(units_of(choice.flush), processors(y.device) * max(1, FLUSH_WARPS // warps))
-        constants = verify_constants(layout, tokens, choice.flush, FLUSH_ROWS.value, overlap)
-        run(verify_kernel, programs, given, constants, num_warps=warps, **early)
+    first = folds_first(layout, tokens)
+
+    def flush(tile: Tile) -> None:
+        # however few rows are due, their units are spread over the whole GPU
+        most = (FLUSH_WARPS // 2 if first else FLUSH_WARPS) // tile.num_warps
+        programs = min(units_of(tile), processors(y.device) * max(1, most))
+        constants = verify_constants(layout, tokens, tile, FLUSH_ROWS.value, overlap)
+        run(verify_kernel, programs, given, constants, num_warps=tile.num_warps, **early)
+
+    if choice.flush is not None and first:
+        flush(choice.flush)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
     constants = verify_constants(layout, tokens, choice.step, mode.value, overlap)
     programs = units_of(choice.step) // choice.step.units
     run(verify_kernel, programs, given, constants, num_warps=choice.step.num_warps, **early)
+    if choice.flush is not None and not first:
+        flush(choice.flush)
 
 
 def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:

@@ -199,7 +199,9 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     step = _fit(layout, 32, 2, 1)
     if in_columns(layout, tokens, STEP_ROWS.value):
         step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
-    flush = _column_fold(layout) if in_columns(layout, tokens, FLUSH_ROWS.value) else _fit(layout, 32, 8, 4, 3)
+    flush = _fit(layout, 32, 8, 4 if channel else 2, 3)
+    if in_columns(layout, tokens, FLUSH_ROWS.value):
+        flush = _column_fold(layout)
     return Choice(step, flush), "many rows: those that fold get a launch of their own"
 
 
@@ -221,10 +223,10 @@ def _drafts(layout: StateLayout, tokens: int) -> Tile:
 
 
 def _column_fold(layout: StateLayout) -> Tile:
-    """The tile of a flush in columns, which goes through the key rows in parts: few units at a time beside a copy,
-    whose rounding then finds them in the L2.
+    """The tile of a flush in columns, which goes through the key rows in parts: a unit at a time, so that all programs
+    have as many and a copy is rounded from what is in the L2.
     """
-    return replace(_fit(layout, 32, 2 if layout.read_format else 8, 1), num_warps=1)
+    return replace(_fit(layout, 32, 1, 1), num_warps=1)
 
 
 @cache

@@ -57,7 +57,7 @@ def verify_kernel(
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, IN_COLUMNS: tl.constexpr,
     BLOCK_P: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
-    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
+    FOLDS_FIRST: tl.constexpr, RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, TOKEN_SKIP: tl.constexpr,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
     TILE: tl.constexpr, TILE_FACTOR: tl.constexpr, ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr,
     LARGEST_CODE: tl.constexpr, SCALED: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
@@ -89,25 +89,25 @@ def verify_kernel(
     # the plan is older than the first launch, which has let the others start after all before it had ended
     due = tl.load(plan + DUE_COUNT).to(tl.int32)
     if MODE == FLUSH_ROWS:
-        if OVERLAP:
+        if OVERLAP and FOLDS_FIRST:
             if due == 0:
                 gdc_launch_dependents()  # nobody here needs anything
             if (due > 0) | (pid == 0):  # whoever waits for this launch counts on those before it having ended as well
                 gdc_wait()
+        if OVERLAP:
             gdc_launch_dependents()
-        # few rows are due in a step, and only the device knows which: a fixed grid shares their units evenly
+        # few rows are due in a step, and only the device knows which: a fixed grid walks through their units, a few at
+        # a time, and as many in each program
         units: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H
-        share = due.to(tl.int64) * units
-        at = (share * pid // tl.num_programs(0)).to(tl.int32)
-        end = (share * (pid + 1) // tl.num_programs(0)).to(tl.int32)
-        while at < end:
-            # what is folded at a time is in the L2 when its copy is rounded
-            first = at % units
-            last = tl.minimum(tl.minimum(first + UNITS, units), first + end - at)
-            b = tl.load(plan + at // units * plan_row + ORDER)
+        share = tl.maximum(1, tl.cdiv(due * units, tl.num_programs(0)))
+        count = tl.cdiv(share, tl.cdiv(share, UNITS))
+        chunks = tl.cdiv(units, count)
+        for item in range(pid, due * chunks, tl.num_programs(0)):
+            b = tl.load(plan + item // chunks * plan_row + ORDER)
             row = plan + b * plan_row
+            first = item % chunks * count
+            last = tl.minimum(first + count, units)
             slot = tl.load(row + SLOT)
-            at += last - first
             if IN_COLUMNS:
                 fold_units(
                     b, first, last, slot, row, state, state_slot, keys, writes, values, key, query, value, layer_params,
@@ -135,8 +135,8 @@ def verify_kernel(
                         head, state_scale, copy, slot, h, p, saturated, N, P, SCALED, CODES, BLOCKS, CODE, LARGEST_CODE
                     )
     else:
-        # flushes, which come first, let this launch start when they may themselves
-        known = tl.where(MODE == STEP_ROWS, due, 0)
+        # flushes that come first let this launch start when they may themselves
+        known = tl.where(MODE == STEP_ROWS and FOLDS_FIRST, due, 0)
         b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
         slot = tl.load(row + SLOT)
@@ -159,11 +159,14 @@ def verify_kernel(
                 DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
                 VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
-        if MODE == ALL_ROWS:
+        if MODE == ALL_ROWS or not FOLDS_FIRST:
             earlier_done(OVERLAP)  # also where nothing needed it
         elif OVERLAP:  # noqa: SIM102 (what is constant, and what is not)
             if pid == tl.num_programs(0) - 1:  # one program that waits for the flushes is enough, and late it is short
                 gdc_wait()
+    if MODE == FLUSH_ROWS and OVERLAP and not FOLDS_FIRST:
+        # whoever waits for this launch counts on the one before it having ended as well
+        gdc_wait()
 
 
 @triton.jit
