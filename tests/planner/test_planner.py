@@ -105,6 +105,7 @@ NOT_COMPARED = {
     "kernels/results/2026-12-01-h200-reads.json",  # measured after the fit
     "kernels/results/2026-12-01-h200-bits16.json",
     "kernels/results/2026-12-01-h200-small.json",
+    "kernels/results/2026-12-01-h200-others.json",
 }
 
 

@@ -43,8 +43,9 @@ SOLVING_PROGRAMS = 16
 """Programs per multiprocessor that solve windows again."""
 
 FLUSH_WARPS = 16
-"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one. Where steps
-start behind it, half as many: as have room with all registers.
+"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one.
+
+Where steps start behind it, half as many, which have room with all registers; in rows a quarter, beside which steps do.
 """
 
 
@@ -269,11 +270,13 @@ def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
 
 
 def folds_first(layout: StateLayout, tokens: int) -> bool:
-    """Whether the launch of flushes comes before that of steps, which fill the GPU as folds end.
+    """Whether the launch of flushes comes before that of steps, which fill the GPU as folds end (docs/experiments.md).
 
-    Folds in columns do; those in rows hold so much shared memory that steps behind them find no L1.
+    Folds in columns do. Those in rows hold so much shared memory that steps behind them find no L1, and come last; of
+    single tokens with decays of channels they take so long that even so they are better begun early, by few programs.
     """
-    return in_columns(layout, tokens, FLUSH_ROWS.value)
+    long = tokens == 1 and layout.recurrence.decay == "channel" and read_codes(layout) is None
+    return long or in_columns(layout, tokens, FLUSH_ROWS.value)
 
 
 @cache
@@ -369,11 +372,11 @@ def launch_verify(
     if solves_again(layout):
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
         run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solve_warps(layout), **early)
-    first = folds_first(layout, tokens)
+    first, columns = folds_first(layout, tokens), in_columns(layout, tokens, FLUSH_ROWS.value)
 
     def flush(tile: Tile) -> None:
         # however few rows are due, their units are spread over the whole GPU
-        most = (FLUSH_WARPS // 2 if first else FLUSH_WARPS) // tile.num_warps
+        most = FLUSH_WARPS // (1 if not first else 2 if columns else 4) // tile.num_warps
         programs = min(units_of(tile), processors(y.device) * max(1, most))
         constants = verify_constants(layout, tokens, tile, FLUSH_ROWS.value, overlap)
         run(verify_kernel, programs, given, constants, num_warps=tile.num_warps, **early)
