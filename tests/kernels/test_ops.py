@@ -16,6 +16,7 @@ from replayssm.kernels.launch import Choice, Tile, run, workspace
 from replayssm.kernels.plan import DECODE
 
 from .harness import DEVICE, FUSED, SMALL, SPLIT, Case, Twins, bits, error, poison, tiles
+from .harness import run as run_case
 
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -86,6 +87,13 @@ def test_torch_is_passed_by_where_nobody_watches(twins: Twins, monkeypatch: pyte
         plan, states = (mode.from_tensor(given[i]) for i in (0, 3))
         ops.call(ops.read_op, plan, [], [], states, given[4])
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", ["mamba2", "kda"])
+def test_steps_that_nobody_watches(name: str, paged: bool) -> None:
+    with torch.inference_mode():
+        run_case(Case(name, verify_len=2, paged=paged, choice=SPLIT, trees=paged))
 
 
 def test_a_compiled_step_of_a_tree_equals_an_eager_one() -> None:

@@ -47,9 +47,12 @@ def call(op: Any, *args: Any) -> None:
     """Run an operator of a layer. Where nobody traces or differentiates, what it does is called by itself: torch's way
     through an operator takes as long on the host as all of ours behind it.
     """
-    first = args[0] if isinstance(args[0], Tensor) else args[0][0]
-    observed = torch.compiler.is_compiling() or torch.is_grad_enabled() or type(first) is not Tensor
-    (op if observed else _PLAIN[op])(*args)
+    (op if is_watched(args[0] if isinstance(args[0], Tensor) else args[0][0]) else _PLAIN[op])(*args)
+
+
+def is_watched(x: Tensor) -> bool:
+    """Whether somebody traces or differentiates what is done with `x`."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor
 
 
 def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
@@ -138,7 +141,21 @@ def verify_op(
 
     `work` is from `kernels.launch.workspace`, `number` that of the layer in its pool.
     """
-    layer = _layer(numbered(layout), memory, params)
+    verify(plan, _layer(numbered(layout), memory, params), inputs, y, work, saturated, seeds, number, is_tree)
+
+
+def verify(
+    plan: Tensor,
+    layer: LayerState,
+    inputs: Sequence[Tensor],
+    y: Tensor,
+    work: Tensor,
+    saturated: Tensor,
+    seeds: Tensor,
+    number: int,
+    is_tree: bool,
+) -> None:
+    """What the operator does, of a layer that need not be put together again."""
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
     choice = choose(layer.layout, *y.shape[:2])
     if is_tree and choice.recurrent:  # which goes from token to token, along one path
@@ -361,8 +378,11 @@ class Kernels:
         given = [_dense(inputs[field.name]) for field in recurrence.inputs]
         work = workspace(state.layout, plan.shape[0], width, plan.device)
         cursor, number = self._pool.cursor, self._pool.layout_numbers[layer]
-        memory = self._layer(layer)
-        call(verify_op, plan, *memory, given, out, work, cursor.saturated, cursor.seed, layer, number, is_tree)
+        rest = (given, out, work, cursor.saturated, cursor.seed, layer)
+        if is_watched(plan):
+            verify_op(plan, *self._layer(layer), *rest, number, is_tree)
+        else:
+            verify(plan, state, *rest, is_tree)
         return out
 
     def causal_conv(
