@@ -256,17 +256,16 @@ def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
     """Whether tokens are columns of products (kernels/drafts.py) and not rows, or sums of their own where there is one.
 
     Measured (docs/experiments.md). Columns win where steps of several tokens read codes, where a state's columns do not
-    fill wider tiles, and for one token where steps read 16-bit states and where folds have either of the two; fp32
-    states are best loaded ahead, several units by several warps. Decays of channels and checkpoints of codes fold in
-    rows only.
+    fill wider tiles, and where a single token reads a 16-bit state; fp32 states are best loaded ahead, several units by
+    several warps. Folds are in columns beside copies, of 16-bit states, and of many tokens, which in rows would spill;
+    with decays of channels, and of checkpoints of codes, they are in rows only.
     """
     channel, value_dim = layout.recurrence.decay == "channel", layout.geometry.value_dim
-    if mode == ALL_ROWS.value or (mode == FLUSH_ROWS.value and (channel or state_scales(layout))):
-        return False
     codes, narrow = read_codes(layout) is not None, layout.checkpoint_format.dtype.itemsize == 2
-    if tokens == 1:
-        return (codes or narrow) if mode == FLUSH_ROWS.value else narrow and not codes and not channel
-    return codes or value_dim & (value_dim - 1) != 0
+    several = tokens > 1 and (codes or value_dim & (value_dim - 1) != 0)
+    if mode == FLUSH_ROWS.value:
+        return not channel and not state_scales(layout) and (codes or narrow or several or tokens > 8)
+    return mode != ALL_ROWS.value and (several or (tokens == 1 and narrow and not codes and not channel))
 
 
 def folds_first(layout: StateLayout, tokens: int) -> bool:
