@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from replayssm import flow
 from replayssm.kernels import ops
@@ -87,6 +88,25 @@ def test_torch_is_passed_by_where_nobody_watches(twins: Twins, monkeypatch: pyte
         plan, states = (mode.from_tensor(given[i]) for i in (0, 3))
         ops.call(ops.read_op, plan, [], [], states, given[4])
     assert len(seen) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace:DeprecationWarning")
+def test_who_watches_ordinary_tensors_sees_operators(twins: Twins) -> None:
+    """Traces of real tensors, a fake mode around them, and transforms: none changes a tensor's Python type."""
+    y, z, weight, _, *how = arguments(twins)["gated_norm_op"]
+
+    def norm(y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(z)
+        ops.call(ops.gated_norm_op, y, z, weight, out, *how)
+        return out
+
+    with torch.no_grad():
+        assert "replayssm" in str(make_fx(norm, tracing_mode="real")(y, z).graph)
+        assert "replayssm" in str(torch.jit.trace(norm, (y, z), check_trace=False).graph)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert norm(y, z).shape == z.shape
+        with pytest.raises(RuntimeError, match="replayssm::gated_norm"):
+            torch.vmap(norm)(y, z)
 
 
 @pytest.mark.parametrize("paged", [False, True])

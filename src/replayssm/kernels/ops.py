@@ -52,7 +52,11 @@ def call(op: Any, *args: Any) -> None:
 
 def is_watched(x: Tensor) -> bool:
     """Whether somebody traces or differentiates what is done with `x`."""
-    return torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+        return True
+    # modes, `make_fx` of real tensors among them, older traces and transforms see operators of ordinary tensors
+    modes, transforms = torch._C._len_torch_dispatch_stack(), torch._C._functorch.maybe_current_level()
+    return modes > 0 or transforms is not None or torch.jit.is_tracing()
 
 
 def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
