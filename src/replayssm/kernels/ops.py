@@ -56,7 +56,7 @@ def is_watched(x: Tensor) -> bool:
         return True
     # modes, `make_fx` of real tensors among them, older traces and transforms see operators of ordinary tensors
     modes, transforms = torch._C._len_torch_dispatch_stack(), torch._C._functorch.maybe_current_level()
-    return modes > 0 or transforms is not None or torch.jit.is_tracing()
+    return modes > 0 or transforms is not None or torch._C._is_tracing()
 
 
 def window_in_force(layouts: Sequence[int], rows: int, width: int) -> int:
