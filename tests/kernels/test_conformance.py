@@ -106,8 +106,8 @@ def test_drafts_read_copies_as_tiles(name: str, read_format: str, interpreted_pa
 def test_few_programs_share_the_folds_of_several_rows(
     name: str, read_format: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares end in the middle of a row, and of what is folded at a time."""
-    monkeypatch.setattr(launch, "FLUSH_WARPS", 1)
+    """Fewer programs than units: what one folds at a time ends in the middle of a row, and it goes around again."""
+    monkeypatch.setattr(launch, "flush_warps", lambda layout, tokens: 1)
     monkeypatch.setattr(launch, "processors", lambda device: 5)
     geometry = Geometry(heads=4, key_heads=2, key_dim=64, value_dim=48)
     run(Case(name, geometry, 1, read_format=read_format, choice=Choice(Tile(16), Tile(16, 4)), rows=(3, 0, 1)))

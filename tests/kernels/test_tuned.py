@@ -68,6 +68,7 @@ def test_a_rule_where_nothing_was_measured(table: Path) -> None:
     assert tuned.decide(other, 1, 1, GPU).window_in_force == 1
     replayed = tuned.decide(other, 16, 1, GPU)
     assert replayed.choice.flush is not None and replayed.window_in_force == other.config.window
+    assert tuned.decide(other, 256, 1, None).choice.flush is not None
 
 
 def test_another_file_is_refused(table: Path) -> None:

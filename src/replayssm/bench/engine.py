@@ -31,9 +31,9 @@ from replayssm.planner.step import require_work
 LOAD_FORMAT = "replayssm_random"
 WARM_UP = 24
 COMPARED_ROWS, COMPARED = 8, 8
+"""How many rows' first tokens are compared between the sides, and how many tokens of each."""
 DRAFTED = 256
 """Tokens that models with drafts know: of so few each is in a prompt, and a look-up finds drafts for every step."""
-"""How many rows' first tokens are compared between the sides, and how many tokens of each."""
 LEAST_ALIKE = 0.25
 """Allowed share of compared tokens before rows first differ. bf16 rounding alone turns a near tie now and then, behind
 which a row goes on differently; a step that computes something else agrees on the first token only, the prompt's."""

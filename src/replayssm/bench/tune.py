@@ -103,17 +103,22 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         if tokens == 1:
             yield from new(Choice(Tile(block_p, 1, warps)))
         yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
-    columns = {mode: in_columns(layout, tokens, mode.value) for mode in (STEP_ROWS, FLUSH_ROWS)}
-    wide = [Tile(32, 8, 2, 3), Tile(64, 8, 4, 3), Tile(64, 4, 4, 2)]
-    if columns[STEP_ROWS]:
+    if in_columns(layout, tokens, STEP_ROWS.value):
         steps = [Tile(32), Tile(64), Tile(16), Tile(32, 2), Tile(16, 2)]
     elif codes:
         steps = [Tile(64), Tile(64, 1, 2), Tile(32), Tile(32, 2), Tile(16)]
     elif tokens == 1:
         steps = [Tile(32, 2), Tile(64, 1, 2), Tile(64, 4, 2), Tile(32), Tile(64), Tile(64, 2), Tile(16)]
     else:
-        steps = [*wide, Tile(32, 1, 4), Tile(64, 1, 4), Tile(16, 1, 2)]
-    if columns[FLUSH_ROWS]:
+        steps = [
+            Tile(32, 8, 2, 3),
+            Tile(64, 8, 4, 3),
+            Tile(64, 4, 4, 2),
+            Tile(32, 1, 4),
+            Tile(64, 1, 4),
+            Tile(16, 1, 2),
+        ]
+    if in_columns(layout, tokens, FLUSH_ROWS.value):
         flushes = [Tile(32), Tile(32, 4), Tile(16), Tile(16, 4), Tile(32, 1, 2)]
     elif codes and tokens == 1:
         flushes = [Tile(16, 8, 2, 2), Tile(16, 4, 2, 2), Tile(16, 1, 4)]

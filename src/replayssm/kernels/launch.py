@@ -43,10 +43,7 @@ SOLVING_PROGRAMS = 16
 """Programs per multiprocessor that solve windows again."""
 
 FLUSH_WARPS = 16
-"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one.
-
-Where steps start behind it, half as many, which have room with all registers; in rows a quarter, beside which steps do.
-"""
+"""Warps of a flush launch per multiprocessor: enough that some programs are always waiting for a free one."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +249,7 @@ def copy_rows(layout: StateLayout, tile: Tile) -> int:
     return max(1, min(128 * tile.num_warps // tile.block_p, shared, constants["WP"]))
 
 
+@cache
 def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
     """Whether tokens are columns of products (kernels/drafts.py) and not rows, or sums of their own where there is one.
 
@@ -268,14 +266,25 @@ def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
     return mode != ALL_ROWS.value and (several or (tokens == 1 and narrow and not codes and not channel))
 
 
+@cache
 def folds_first(layout: StateLayout, tokens: int) -> bool:
     """Whether the launch of flushes comes before that of steps, which fill the GPU as folds end (docs/experiments.md).
 
-    Folds in columns do. Those in rows hold so much shared memory that steps behind them find no L1, and come last; of
-    single tokens with decays of channels they take so long that even so they are better begun early, by few programs.
+    Folds in columns do. Those in rows slow down what runs behind them (they hold shared memory, of which the L1 is the
+    rest), and come last; of single tokens with decays of channels they take so long that even so they are better begun
+    early, by few programs.
     """
     long = tokens == 1 and layout.recurrence.decay == "channel" and read_codes(layout) is None
     return long or in_columns(layout, tokens, FLUSH_ROWS.value)
+
+
+@cache
+def flush_warps(layout: StateLayout, tokens: int) -> int:
+    """Warps of a flush launch per multiprocessor: fewer where steps start behind it, after all of its programs."""
+    if not folds_first(layout, tokens):
+        return FLUSH_WARPS
+    # as many as have room with all registers, and in rows so few that steps have room beside them
+    return FLUSH_WARPS // (2 if in_columns(layout, tokens, FLUSH_ROWS.value) else 4)
 
 
 @cache
@@ -371,23 +380,16 @@ def launch_verify(
     if solves_again(layout):
         programs = min(rows * layout.geometry.heads, SOLVING_PROGRAMS * processors(y.device))
         run(solve_kernel, programs, given, solve_constants(layout, overlap), num_warps=solve_warps(layout), **early)
-    first, columns = folds_first(layout, tokens), in_columns(layout, tokens, FLUSH_ROWS.value)
-
-    def flush(tile: Tile) -> None:
-        # however few rows are due, their units are spread over the whole GPU
-        most = FLUSH_WARPS // (1 if not first else 2 if columns else 4) // tile.num_warps
-        programs = min(units_of(tile), processors(y.device) * max(1, most))
-        constants = verify_constants(layout, tokens, tile, FLUSH_ROWS.value, overlap)
-        run(verify_kernel, programs, given, constants, num_warps=tile.num_warps, **early)
-
-    if choice.flush is not None and first:
-        flush(choice.flush)
     mode = ALL_ROWS if choice.flush is None else STEP_ROWS
-    constants = verify_constants(layout, tokens, choice.step, mode.value, overlap)
-    programs = units_of(choice.step) // choice.step.units
-    run(verify_kernel, programs, given, constants, num_warps=choice.step.num_warps, **early)
-    if choice.flush is not None and not first:
-        flush(choice.flush)
+    launches = [(choice.step, mode, units_of(choice.step) // choice.step.units)]
+    if choice.flush is not None:
+        # however few rows are due, their units are spread over the whole GPU
+        most = max(1, flush_warps(layout, tokens) // choice.flush.num_warps)
+        programs = min(units_of(choice.flush), processors(y.device) * most)
+        launches.insert(0 if folds_first(layout, tokens) else 1, (choice.flush, FLUSH_ROWS, programs))
+    for tile, mode, programs in launches:
+        constants = verify_constants(layout, tokens, tile, mode.value, overlap)
+        run(verify_kernel, programs, given, constants, num_warps=tile.num_warps, **early)
 
 
 def layer_arguments(layer: LayerState, plan: Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from replayssm.kernels.compact import launch_compact
 from replayssm.kernels.convolve import launch_convolve, launch_gates
 from replayssm.kernels.engine import launch_engine_step
 from replayssm.kernels.gated_norm import launch_gated_norm
-from replayssm.kernels.launch import launch_verify, workspace
+from replayssm.kernels.launch import Choice, launch_verify, workspace
 from replayssm.kernels.tuned import choose, explain, heuristic
 from replayssm.recurrences.mixer import Norm, Weights
 from replayssm.state.cursor import Cursor
@@ -145,26 +145,18 @@ def verify_op(
 
     `work` is from `kernels.launch.workspace`, `number` that of the layer in its pool.
     """
-    verify(plan, _layer(numbered(layout), memory, params), inputs, y, work, saturated, seeds, number, is_tree)
-
-
-def verify(
-    plan: Tensor,
-    layer: LayerState,
-    inputs: Sequence[Tensor],
-    y: Tensor,
-    work: Tensor,
-    saturated: Tensor,
-    seeds: Tensor,
-    number: int,
-    is_tree: bool,
-) -> None:
-    """What the operator does, of a layer that need not be put together again."""
+    layer = _layer(numbered(layout), memory, params)
     named = {field.name: x for field, x in zip(layer.layout.recurrence.inputs, inputs, strict=True)}
-    choice = choose(layer.layout, *y.shape[:2])
-    if is_tree and choice.recurrent:  # which goes from token to token, along one path
-        choice, _ = heuristic(layer.layout, *y.shape[:2])
+    choice = _choice(layer.layout, y, is_tree)
     launch_verify(layer, plan, named, y, choice, work, saturated, seeds, number, is_tree=is_tree)
+
+
+def _choice(layout: StateLayout, y: Tensor, is_tree: bool) -> Choice:
+    """The launches of a step with outputs `y` [B, T, H, P]."""
+    choice = choose(layout, *y.shape[:2])
+    if is_tree and choice.recurrent:  # which goes from token to token, along one path
+        choice, _ = heuristic(layout, *y.shape[:2])
+    return choice
 
 
 @operator("replayssm::convolve", {"memory", "y", "gates"})
@@ -379,14 +371,16 @@ class Kernels:
         if out is None:
             shape = (plan.shape[0], width, geometry.heads, geometry.value_dim)
             out = torch.empty(shape, dtype=state.layout.compute_dtype, device=plan.device)
-        given = [_dense(inputs[field.name]) for field in recurrence.inputs]
+        given = {field.name: _dense(inputs[field.name]) for field in recurrence.inputs}
         work = workspace(state.layout, plan.shape[0], width, plan.device)
         cursor, number = self._pool.cursor, self._pool.layout_numbers[layer]
-        rest = (given, out, work, cursor.saturated, cursor.seed, layer)
+        saturated, seeds = cursor.saturated, cursor.seed
         if is_watched(plan):
-            verify_op(plan, *self._layer(layer), *rest, number, is_tree)
-        else:
-            verify(plan, state, *rest, is_tree)
+            memory = self._layer(layer)
+            verify_op(plan, *memory, list(given.values()), out, work, saturated, seeds, layer, number, is_tree)
+        else:  # the layer need not be put together again
+            choice = _choice(state.layout, out, is_tree)
+            launch_verify(state, plan, given, out, choice, work, saturated, seeds, layer, is_tree=is_tree)
         return out
 
     def causal_conv(

@@ -10,14 +10,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from replayssm.kernels.launch import Choice, Tile, in_columns, is_random, read_codes
+from replayssm.kernels.launch import Choice, Tile, in_columns, is_random, read_codes, solves_again
 from replayssm.kernels.verify import FLUSH_ROWS, STEP_ROWS
 from replayssm.state.layout import StateLayout
 
@@ -171,18 +171,16 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     geometry, recurrence = layout.geometry, layout.recurrence
     channel = recurrence.decay == "channel"
     if read_codes(layout) is not None:
-        scaled = layout.config.checkpoint_format == "fp8"
-        # random numbers need registers
-        step, flush = _fit(layout, 64, 1, 1), _fit(layout, 16 if is_random(layout) and not channel else 32, 8, 2, 2)
-        if tokens > 1:
-            step, flush = _drafts(layout, tokens), _fit(layout, 16, 8, 2, 2)
+        step = _fit(layout, 64, 1, 1) if tokens == 1 else _drafts(layout, tokens)
         if in_columns(layout, tokens, FLUSH_ROWS.value):
             flush = _column_fold(layout)
-        elif layout.read_format and recurrence.delta_rule and scaled:
-            # a fold that solves the window holds a matrix, too, and codes and scales
-            flush = _fit(layout, 16, 8, 2, 2) if tokens == 1 else _fit(layout, 16, 1, 4)
-        if channel:  # decays of all channels besides
+        elif channel:  # a fold holds decays of all channels besides
             flush = _fit(layout, 32, 1, 4 if layout.config.window <= 16 else 8)
+        elif tokens > 1 and solves_again(layout):  # a matrix, too, and codes and scales
+            flush = _fit(layout, 16, 1, 4)
+        else:  # these and random numbers need registers
+            crowded = tokens > 1 or solves_again(layout) or is_random(layout)
+            flush = _fit(layout, 16 if crowded else 32, 8, 2, 2)
         return Choice(step, flush), "codes are read: rows that fold get a launch of their own"
     if tokens > 1:
         wide = _fit(layout, 32, 8, 2, 3), _fit(layout, 16, 8, 2, 2)
@@ -226,7 +224,7 @@ def _column_fold(layout: StateLayout) -> Tile:
     """The tile of a flush in columns, which goes through the key rows in parts: a unit at a time, so that all programs
     have as many and a copy is rounded from what is in the L2.
     """
-    return replace(_fit(layout, 32, 1, 1), num_warps=1)
+    return Tile(_fit(layout, 32, 1, 1).block_p)
 
 
 @cache
