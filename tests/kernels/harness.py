@@ -24,6 +24,7 @@ from replayssm.state.slots import PAD_SLOT
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FUSED = Choice(Tile(16))
+SINGLE = Choice(Tile(16, num_stages=2), form="single")
 SPLIT = Choice(Tile(16), Tile(16))
 SMALL = Geometry(heads=2, key_heads=1, key_dim=24, value_dim=12)
 
@@ -79,7 +80,8 @@ class Case:
         shown = [self.recurrence, f"T{self.verify_len}", f"W{self.window}", self.model_dtype, self.checkpoint_format]
         shown += [self.read_format] if self.read_format else []
         shown += ["stochastic"] if self.rounding == "stochastic" else []
-        how = "recurrent" if self.choice.recurrent else "split" if self.choice.flush else "fused"
+        how = "fused" if self.choice.form == "prepared" else self.choice.form
+        how = "split" if self.choice.flush else how
         shown += [f"N{self.geometry.key_dim}", f"P{self.geometry.value_dim}", how]
         return "-".join([*shown, *(["paged"] if self.paged else []), *(["trees"] if self.trees else [])])
 

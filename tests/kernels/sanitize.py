@@ -45,7 +45,7 @@ def main(name: str, first: int = 0) -> None:
     variants = [
         replace(case, choice=SPLIT),
         replace(case, checkpoint_format="fp16", window=2),
-        replace(case, choice=Choice(Tile(16), recurrent=True), window=1),
+        replace(case, choice=Choice(Tile(16), form="recurrent"), window=1),
         replace(case, verify_len=4, choice=pipelined, paged=True),
         replace(case, verify_len=4, choice=SPLIT, trees=True),  # paths that are accepted move records
     ]

@@ -14,13 +14,13 @@ from replayssm.kernels.formats import PAIR_SUM_ERROR
 from replayssm.kernels.launch import Choice, Tile
 from replayssm.recurrences import Geometry
 
-from .harness import DEVICE, SPLIT, Case, Twins, run
+from .harness import DEVICE, SINGLE, SPLIT, Case, Twins, run
 
 RECURRENCES = ("mamba2", "gdn", "kda")
 GROUP = Geometry(heads=4, key_heads=2, key_dim=16, value_dim=32)
 LARGE = Geometry(heads=2, key_heads=1, key_dim=96, value_dim=80)
 SHARED = Choice(Tile(16, units=4, num_stages=2), Tile(32, units=2, num_warps=2))
-ONE_BY_ONE = Choice(Tile(16), recurrent=True)
+ONE_BY_ONE = Choice(Tile(16), form="recurrent")
 MANY = (-1, 3, 0, -1, 4, 1, -1)
 
 
@@ -54,6 +54,16 @@ def cases() -> list[Case]:
             replace(plain, verify_len=6, window=9, trees=True, geometry=GROUP, choice=SPLIT, paged=True, steps=3),
             replace(plain, verify_len=16, window=16, trees=True, model_dtype="fp32", steps=3, choice=SPLIT),
         ]
+        if name != "kda":  # decays of channels have no such form
+            alone = replace(plain, choice=SINGLE)
+            found += [
+                replace(alone, rows=MANY, steps=7),
+                replace(alone, geometry=GROUP, window=1, model_dtype="fp32", paged=True),
+                replace(alone, geometry=LARGE, window=2, model_dtype="fp16", rows=(0, 3)),
+                replace(alone, checkpoint_format="fp16", window=2, model_dtype="fp16"),
+                replace(alone, checkpoint_format="bf16", window=2, rounding="stochastic", paged=True),
+                replace(alone, window=20, steps=3),
+            ]
     return found
 
 

@@ -179,7 +179,7 @@ def test_a_compiled_step_equals_an_eager_one(paged: bool) -> None:
 
 FOLDS = {
     "between steps": (None, 1, "nearest"),
-    "record by record": (Choice(Tile(16), recurrent=True), 1, "nearest"),
+    "record by record": (Choice(Tile(16), form="recurrent"), 1, "nearest"),
     "in one launch": (FUSED, 1, "nearest"),
     "in a launch of its own": (SPLIT, 1, "nearest"),
     "before two tokens": (SPLIT, 2, "nearest"),

@@ -64,11 +64,14 @@ def test_a_rule_where_nothing_was_measured(table: Path) -> None:
     tuned.save(table, (measured(1, 1, SPLIT),), {})
     other = replace(LAYOUT, geometry=Geometry(32, 16, 128, 128))
     assert "has no row of this shape" in tuned.decide(other, 1, 1, GPU).reason
-    assert tuned.decide(other, 1, 1, None).choice.recurrent
-    assert tuned.decide(other, 1, 1, GPU).window_in_force == 1
-    replayed = tuned.decide(other, 16, 1, GPU)
-    assert replayed.choice.flush is not None and replayed.window_in_force == other.config.window
-    assert tuned.decide(other, 256, 1, None).choice.flush is not None
+    assert tuned.decide(other, 1, 1, None).choice.form == "single"
+    assert tuned.decide(other, 1, 1, GPU).window_in_force == other.config.window
+    assert tuned.decide(other, 256, 1, None).choice.form == "prepared"
+    channels = replace(other, recurrence=get("kda"), geometry=Geometry(32, 32, 128, 128))
+    assert tuned.decide(channels, 1, 1, None).choice.form == "recurrent"
+    assert tuned.decide(channels, 1, 1, GPU).window_in_force == 1
+    replayed = tuned.decide(channels, 16, 1, GPU)
+    assert replayed.choice.flush is not None and replayed.window_in_force == channels.config.window
 
 
 def test_another_file_is_refused(table: Path) -> None:

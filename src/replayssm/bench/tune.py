@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from replayssm import flow
 from replayssm.bench.timing import Timer, rotation, rotation_layers, timer_for
 from replayssm.kernels.formats import PAIR_SUM_ERROR
-from replayssm.kernels.launch import Choice, Tile, in_columns, launch_verify, read_codes, workspace
+from replayssm.kernels.launch import Choice, Tile, has_single, in_columns, launch_verify, read_codes, workspace
 from replayssm.kernels.tuned import Measured, Shape, heuristic
 from replayssm.kernels.verify import FLUSH_ROWS, STEP_ROWS
 from replayssm.state import cursor
@@ -32,6 +32,9 @@ STATE_LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2, "fp8": 6e-2}
 
 COPY_LIMIT = 1e-2
 """The same of a read copy, in which the last bit of a checkpoint may decide between two neighbouring codes."""
+
+ONE_LAUNCH = Tile(32), Tile(32, 2), Tile(32, 1, 1, 2), Tile(64, 2, 2), Tile(64, 1, 2), Tile(16), Tile(32, 1, 2)
+"""Tiles of launches over all rows of one token."""
 
 CHECKED_ROWS = (3, -1, 0, 4, 1)
 
@@ -73,11 +76,11 @@ def tune(
     for batch in batches:
         bench = _Bench(layout, batch, tokens, device, timer)
         # record by record is for a window in force of 1: every row folds in every step
-        times = {choice: bench.us(choice, plain=choice.recurrent) for choice in right}
+        times = {choice: bench.us(choice, plain=choice.form == "recurrent") for choice in right}
         if not times:
             raise RuntimeError("no candidate is right; run the kernel tests on this machine")
         best = min(times, key=lambda choice: times[choice])
-        window = 1 if best.recurrent else layout.config.window
+        window = 1 if best.form == "recurrent" else layout.config.window
         for choice, us in sorted(times.items(), key=lambda item: item[1])[:5]:
             log(f"batch {batch} {us:8.2f} us  {choice}")
         rows.append(Measured(Shape.of(layout), batch, tokens, layout.config.window, best, times[best], window))
@@ -100,9 +103,11 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         yield from new(heuristic(layout, batch, tokens)[0])
     codes = read_codes(layout) is not None
     for block_p, warps in () if codes else ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (64, 2)):
-        if tokens == 1:
-            yield from new(Choice(Tile(block_p, 1, warps)))
-        yield from new(Choice(Tile(block_p, 1, warps), recurrent=True))
+        yield from new(Choice(Tile(block_p, 1, warps), form="recurrent"))
+    for tile in ONE_LAUNCH if tokens == 1 and not codes else ():
+        yield from new(Choice(tile))
+        if has_single(layout, tokens) and tile.units == 1:
+            yield from new(Choice(replace(tile, num_stages=4), form="single"))
     if in_columns(layout, tokens, STEP_ROWS.value):
         steps = [Tile(32), Tile(64), Tile(16), Tile(32, 2), Tile(16, 2)]
     elif codes:

@@ -39,6 +39,7 @@ from replayssm.kernels.launch import (
 )
 from replayssm.kernels.prepare import prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
+from replayssm.kernels.single import single_kernel
 from replayssm.kernels.solve import solve_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.state.layout import StateLayout
@@ -71,9 +72,11 @@ class Resources:
 
 
 def compile_choice(layout: StateLayout, tokens: int, choice: Choice, capability: int = 90) -> dict[str, Resources]:
-    """Compile every launch of a `verify`, by name: "prepare", "step" and, where there are such, "flush" and "copy"."""
-    if choice.recurrent:
+    """Compile every launch of a `verify`, by name: "recurrent", "single", or "prepare", "step" and maybe "flush"."""
+    if choice.form == "recurrent":
         return {"recurrent": compile_recurrent(layout, tokens, choice.step, capability)}
+    if choice.form == "single":
+        return {"single": compile_single(layout, choice.step, capability)}
     found = {"prepare": compile_prepare(layout, tokens, capability)}
     if choice.flush is None:
         return found | {"step": compile_verify(layout, tokens, choice.step, ALL_ROWS.value, capability)}
@@ -98,6 +101,13 @@ def compile_recurrent(layout: StateLayout, tokens: int, tile: Tile, capability: 
     signature = _layer_signature(layout) | _token_signature(layout) | _rounding_signature(layout)
     given = verify_constants(layout, tokens, tile, ALL_ROWS.value, capability >= 90) | {"NATIVE": capability >= 89}
     return _compile(recurrent_kernel, signature, given, tile.num_warps, capability, ones=_unit_strides(layout))
+
+
+def compile_single(layout: StateLayout, tile: Tile, capability: int = 90) -> Resources:
+    """Compile `single_kernel` for a layer, as the launcher would call it."""
+    signature = _layer_signature(layout) | _token_signature(layout) | _rounding_signature(layout)
+    given = verify_constants(layout, 1, tile, ALL_ROWS.value, capability >= 90)
+    return _compile(single_kernel, signature, given, tile.num_warps, capability, ones=_unit_strides(layout))
 
 
 def compile_verify(layout: StateLayout, tokens: int, tile: Tile, mode: int = 0, capability: int = 90) -> Resources:

@@ -26,6 +26,10 @@ from replayssm.kernels.prefetch import earlier_done_unless
 from replayssm.kernels.stochastic import draw, round_to_grid
 
 
+FOLD_CHUNK = tl.constexpr(32)
+"""Key rows that a fold takes at a time: all of them, and what it adds to them, are more than the registers hold."""
+
+
 @triton.jit
 def quad_rows(ROWS: tl.constexpr, IN_ORDER: tl.constexpr = False):
     """Row numbers [4, 1, ROWS / 16, 4] of a tile [4, C, ROWS / 16, 4], or of one with a further dimension.
@@ -386,8 +390,8 @@ def fold_units(
     probes, solves, y, saturated, seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr,
-    HAS_COPY: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    STAGES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr,
+    TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the row b, which is due: their records are folded, and what tokens take is the result's.
 
@@ -415,8 +419,7 @@ def fold_unit(
     layer_params, weight, probes, solve, y, saturated, seeds, layer,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr,
     TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
-    LIMIT: tl.constexpr,
-    DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
+    LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
     MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_P columns of one head, from column `first` on; `held` are the tokens in the new checkpoint."""
@@ -425,18 +428,17 @@ def fold_unit(
     scalars: tl.constexpr = (WP + T) * (2 if DELTA else 1)
     p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
     p_mask = p < P
-    # some key rows after the other: all of them, and what the fold adds to them, are more than the registers hold
-    CHUNK: tl.constexpr = min(NP, 32)
-    j, c = tl.arange(0, WP), tl.arange(0, BLOCK_P)
+    CHUNK: tl.constexpr = min(NP, FOLD_CHUNK)
+    j = tl.arange(0, WP)
     records = quad_rows(WP, True)[:, :, :, :, None]
     past = load_records(values if solved else writes, slot, h, start, folded, records, p, p_mask, RING_ROWS)
     past = quads_left(past.to(tl.float32), True)
     key_rows = keys[0] + slot * keys[1] + ((start + j) % RING_ROWS)[:, None] * keys[2] + g * keys[3]
-    n, rows = tl.arange(0, CHUNK), quad_rows(CHUNK, True)
-    head = state + h * (N * P) + p[:, :, :, None, :]
     if solved:
+        n, rows = tl.arange(0, CHUNK), quad_rows(CHUNK, True)
+        head = state + h * (N * P) + p[:, :, :, None, :]
         answer = tl.zeros([BLOCK_P, WP], tl.float32)
-        for at in tl.range(0, NP, CHUNK, num_stages=STAGES):
+        for at in tl.range(0, NP, CHUNK, num_stages=1):
             raw_keys = tl.load(key_rows + at + n[None, :], mask=(j < folded)[:, None] & (at + n < N)[None, :], other=0)
             row = at + rows[:, :, :, :, None]
             S = tl.load(head + row * P, mask=(row < N) & p_mask[:, :, :, None, :] & (not empty), other=0)
@@ -445,27 +447,13 @@ def fold_unit(
         answer = past - answer * tl.load(solve + WP * WP + j)[None, :]
         past = tl.dot(answer, matrix, input_precision="tf32x3")
     weighted = past * tl.load(weight + j)[None, :]
-    high, low = tl.load(weight + scalars + 3), tl.load(weight + scalars + 4)
     c_token, kind = product_columns(TP, DELTA)
-    probe = probe_pointers(b, h, g, c_token, kind, query, key, probes, H, N, T, DELTA, False)[None, :, None, None]
-    found = tl.zeros([BLOCK_P, TP], tl.float32)
-    for at in tl.range(0, NP, CHUNK, num_stages=STAGES):
-        row = at + rows[:, :, :, :, None]
-        mask = (row < N) & p_mask[:, :, :, None, :]
-        S = tl.load(head + row * P, mask=mask & (not empty), other=0, eviction_policy="evict_first")
-        S = quads_left(S.to(tl.float32), True)
-        raw_keys = tl.load(key_rows + at + n[None, :], mask=(j < folded)[:, None] & (at + n < N)[None, :], other=0)
-        S = high * S + (low * S + left_parts_dot(weighted, raw_keys))
-        if LIMIT > 0:
-            S = clamp(S, saturated, LIMIT, True)
-        if RANDOM:
-            noise = draw(seeds, slot, layer, held, h, at, first + c % 8 * J + c // 8, N, P, CHUNK)
-            S = round_to_grid(S, tl.trans(noise), MANTISSA, LEAST)
-        rounded = S.to(state.dtype.element_ty)
-        tl.store(head + row * P, columns_last(rounded), mask=mask, eviction_policy="evict_last")
-        mask = (c_token < tokens)[None, :, None, None] & (at + rows < N)
-        taken = quads_right(tl.load(probe + at + rows, mask=mask, other=0), True)
-        found += columns_dot(rounded, taken)
+    probe = probe_pointers(b, h, g, c_token, kind, query, key, probes, H, N, T, DELTA, False)
+    found = fold_columns(
+        state + h * (N * P), first, key_rows, folded, weighted, tl.load(weight + scalars + 3),
+        tl.load(weight + scalars + 4), probe, c_token < tokens, empty, saturated, seeds, slot, layer, held, h, N, P, NP,
+        STAGES, LIMIT, RANDOM, MANTISSA, LEAST,
+    )  # fmt: skip
     out, answer = tokens_last(found, DELTA, T > 4)
     t = tokens_of(out.shape[2])
     token = weight + t * BLOCK + scalars
@@ -476,6 +464,83 @@ def fold_unit(
         b, h, slot, start + folded, p, p_mask, tokens, out, answer, writes, values, value, layer_params, weight, y,
         P, T, RING_ROWS, WP, BLOCK, DELTA, SKIP, TOKEN_SKIP, HAS_COPY,
     )  # fmt: skip
+
+
+@triton.jit
+def fold_columns(
+    head, first, key_rows, folded, weighted, high, low, probe, live, empty, saturated, seeds, slot, layer, held, h,
+    N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, STAGES: tl.constexpr,
+    LIMIT: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Fold into a head's columns from `first` on, as many as `weighted` [columns, WP] has; products with the result.
+
+    `weighted` are the write vectors of the first `folded` of the raw keys that `key_rows` [WP, 1] points to, times
+    their weights; the decay of the state is high + low. The products [columns, TP] are with what `probe` [TP] points
+    to, where `live`. `held` are the tokens in the new checkpoint.
+    """
+    COLUMNS: tl.constexpr = weighted.shape[0]
+    J: tl.constexpr = COLUMNS // 8
+    CHUNK: tl.constexpr = min(NP, FOLD_CHUNK)
+    p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
+    found = tl.zeros([COLUMNS, probe.shape[0]], tl.float32)
+    if STAGES > 1:
+        tiles = ()
+        for ahead in tl.static_range(min(STAGES, NP // CHUNK)):
+            tile = fold_tile(head, ahead * CHUNK, p, empty, N, P, CHUNK)
+            tiles = tiles + (tile,)  # type: ignore[assignment]
+        for part in tl.static_range(NP // CHUNK):
+            S = tiles[part]
+            if part + STAGES < NP // CHUNK:
+                tile = fold_tile(head, (part + STAGES) * CHUNK, p, empty, N, P, CHUNK)
+                tiles = tiles + (tile,)  # type: ignore[assignment]
+            found += fold_rows(
+                S, head, part * CHUNK, first, p, key_rows, folded, weighted, high, low, probe, live, saturated, seeds,
+                slot, layer, held, h, N, P, CHUNK, LIMIT, RANDOM, MANTISSA, LEAST,
+            )  # fmt: skip
+    else:
+        for at in tl.range(0, NP, CHUNK, num_stages=1):
+            S = fold_tile(head, at, p, empty, N, P, CHUNK)
+            found += fold_rows(
+                S, head, at, first, p, key_rows, folded, weighted, high, low, probe, live, saturated, seeds, slot, layer,
+                held, h, N, P, CHUNK, LIMIT, RANDOM, MANTISSA, LEAST,
+            )  # fmt: skip
+    return found
+
+
+@triton.jit
+def fold_tile(head, at, p, empty, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr):
+    """Key rows at..at + CHUNK - 1 of columns `p` of a head's state, zero where that is empty."""
+    row = quad_rows(CHUNK, True)[:, :, :, :, None] + at
+    mask = (row < N) & (p < P)[:, :, :, None, :] & (not empty)
+    return tl.load(head + p[:, :, :, None, :] + row * P, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def fold_rows(
+    S, head, at, first, p, key_rows, folded, weighted, high, low, probe, live, saturated, seeds, slot, layer, held, h,
+    N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, LIMIT: tl.constexpr, RANDOM: tl.constexpr,
+    MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Fold into the rows of `fold_tile` and store them; their products with the probes."""
+    COLUMNS: tl.constexpr = weighted.shape[0]
+    J: tl.constexpr = COLUMNS // 8
+    j, c, n = tl.arange(0, weighted.shape[1]), tl.arange(0, COLUMNS), tl.arange(0, CHUNK) + at
+    rows = quad_rows(CHUNK, True) + at
+    S = quads_left(S.to(tl.float32), True)
+    raw_keys = tl.load(key_rows + n[None, :], mask=(j < folded)[:, None] & (n < N)[None, :], other=0)
+    S = high * S + (low * S + left_parts_dot(weighted, raw_keys))
+    if LIMIT > 0:
+        S = clamp(S, saturated, LIMIT, True)
+    if RANDOM:
+        noise = draw(seeds, slot, layer, held, h, at, first + c % 8 * J + c // 8, N, P, CHUNK)
+        S = round_to_grid(S, tl.trans(noise), MANTISSA, LEAST)
+    rounded = S.to(head.dtype.element_ty)
+    row = rows[:, :, :, :, None]
+    store_at, mask = head + p[:, :, :, None, :] + row * P, (row < N) & (p < P)[:, :, :, None, :]
+    tl.store(store_at, columns_last(rounded), mask=mask, eviction_policy="evict_last")
+    probe_mask = live[None, :, None, None] & (rows < N)
+    taken = quads_right(tl.load(probe[None, :, None, None] + rows, mask=probe_mask, other=0), True)
+    return columns_dot(rounded, taken)
 
 
 @triton.jit

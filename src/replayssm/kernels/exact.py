@@ -67,19 +67,20 @@ def newest_first(WP: tl.constexpr):
 def head_weights(
     ring, layer_params, slot, start, records, g, heads,
     N: tl.constexpr, WP: tl.constexpr, RING_ROWS: tl.constexpr,
-    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr,
+    RECORD_SCALES: tl.constexpr, RECORD_DECAY: tl.constexpr, IN_ORDER: tl.constexpr = False,
 ):  # fmt: skip
     """(weights [HEADS, WP], log decay [HEADS]) of the oldest `records` records, for `heads` [HEADS, 1] of key head g.
 
     A weight takes raw key x raw write vector to the state after the newest of the records; zero beyond them. They
-    are in the order `newest_first`. The log decay is that of all records together.
+    are in the order `newest_first`, or from the first to the last if IN_ORDER. The log decay is that of all records
+    together.
     """
-    j = newest_first(WP)[None, :]
+    j = (tl.arange(0, WP) if IN_ORDER else newest_first(WP))[None, :]
     rows, later_rows = (start + j) % RING_ROWS, (start + j + 1) % RING_ROWS
     key_scale, write_scale = RECORD_SCALES(ring, slot, rows, g, heads, j < records)
     first = RECORD_DECAY(ring, layer_params, slot, start % RING_ROWS, heads, 0, records > 0, N)
     later = RECORD_DECAY(ring, layer_params, slot, later_rows, heads, 0, j + 1 < records, N)
-    weights = tl.exp(tl.cumsum(later, 1)) * key_scale * write_scale
+    weights = tl.exp(tl.cumsum(later, 1, reverse=IN_ORDER)) * key_scale * write_scale
     return weights, tl.sum(first, 1) + tl.sum(later, 1)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 from replayssm.kernels.formats import TRITON_FORMATS, format_constants, probe_bits
 from replayssm.kernels.prepare import block_size, prepare_kernel
 from replayssm.kernels.recurrent import recurrent_kernel
+from replayssm.kernels.single import single_kernel
 from replayssm.kernels.solve import solve_kernel
 from replayssm.kernels.verify import ALL_ROWS, FLUSH_ROWS, STEP_ROWS, verify_kernel
 from replayssm.recurrences.base import Recurrence
@@ -54,7 +55,7 @@ class Tile:
         block_p: state columns of a unit.
         units: units of a program, a divisor of a row's.
         num_warps: warps of a program.
-        num_stages: units whose memory is under way at once.
+        num_stages: units whose memory is under way at once; of folds in columns parts of one unit.
     """
 
     block_p: int
@@ -65,19 +66,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Choice:
-    """The launches of one verify over the states.
+    """The launches of one verify.
 
     Args:
-        step: tile of the only launch, or of the one for rows that are not due when `flush` is set.
-        flush: tile of a second launch for the rows that are due. Two launches keep the registers that a fold needs
-            out of the common path, which pays at large batches.
-        recurrent: instead of all this, one launch that runs record by record (kernels/recurrent.py), with the columns
-            and warps of `step`. It suits a window in force of 1.
+        step: tile of the only launch over the states, or of the one for rows that are not due when `flush` is set.
+        flush: tile of a further launch for the rows that are due, with "prepared" weights. It keeps what a fold needs
+            (registers, shared memory) out of steps.
+        form: "prepared": a launch before those over the states prepares weights (kernels/prepare.py). "single": one
+            launch does everything (kernels/single.py), where there is such a form (`has_single`). "recurrent": one
+            launch runs record by record (kernels/recurrent.py), which suits a window in force of 1.
     """
 
     step: Tile
     flush: Tile | None = None
-    recurrent: bool = False
+    form: Literal["prepared", "single", "recurrent"] = "prepared"
 
 
 @cache
@@ -116,6 +118,11 @@ def _work_sizes(layout: StateLayout, rows: int, tokens: int) -> tuple[int, int, 
         probes = rows * layout.geometry.key_heads * key_dim if layout.read_format is not None and tokens == 1 else 0
     solves = (window + 1) * window if solves_again(layout) else 0
     return heads * tokens * weights_block(layout, tokens), probes, heads * solves
+
+
+def has_single(layout: StateLayout, tokens: int) -> bool:
+    """Whether there is a "single" form of a step (kernels/single.py)."""
+    return tokens == 1 and can_fold_in_columns(layout) and read_codes(layout) is None
 
 
 def packed_probe_bits(layout: StateLayout, tokens: int, native: bool) -> int:
@@ -262,8 +269,14 @@ def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
     codes, narrow = read_codes(layout) is not None, layout.checkpoint_format.dtype.itemsize == 2
     several = tokens > 1 and (codes or value_dim & (value_dim - 1) != 0)
     if mode == FLUSH_ROWS.value:
-        return not channel and not state_scales(layout) and (codes or narrow or several or tokens > 8)
-    return mode != ALL_ROWS.value and (several or (tokens == 1 and narrow and not codes and not channel))
+        return can_fold_in_columns(layout) and (codes or narrow or several or tokens > 8)
+    alone = mode != ALL_ROWS.value or can_fold_in_columns(layout)
+    return alone and (several or (tokens == 1 and narrow and not codes and not channel))
+
+
+def can_fold_in_columns(layout: StateLayout) -> bool:
+    """Whether folds may be in columns: of states that are numbers, with one decay per head."""
+    return layout.recurrence.decay == "head" and not state_scales(layout)
 
 
 @cache
@@ -297,6 +310,7 @@ def verify_constants(layout: StateLayout, tokens: int, tile: Tile, mode: int, ov
         "T": tokens,
         "TP": max(8 if columns else 16, outputs),
         "IN_COLUMNS": columns,
+        "FOLD_TP": max(8, outputs) if mode == ALL_ROWS.value and can_fold_in_columns(layout) else 0,
         "BLOCK": weights_block(layout, tokens),
         "BLOCK_P": tile.block_p,
         "UNITS": tile.units,
@@ -335,10 +349,11 @@ def launch_verify(
         saturated: int64 [slots], counts clamped elements of checkpoints and read copies.
         seeds: int64 [slots], of stochastic rounding.
         number: of the layer in its pool, for the same.
-        is_tree: whether the plan's `tree` says more than that tokens follow each other. No such step is `recurrent`.
+        is_tree: whether the plan's `tree` says more than that tokens follow each other. No such step is "recurrent".
 
     Raises:
-        ValueError: a tile does not divide the layer, or steps read codes and flushes have no launch of their own.
+        ValueError: a tile does not divide the layer, steps read codes and flushes have no launch of their own, or the
+            layer's steps have no such form.
     """
     layout = layer.layout
     form, (rows, tokens) = form_of(layout.recurrence), y.shape[:2]
@@ -370,9 +385,12 @@ def launch_verify(
 
     if read_codes(layout) is not None and choice.flush is None:
         raise ValueError(f"where steps read codes, rows that flush need a launch of their own, and {choice} has none")
-    if choice.recurrent:
+    if choice.form == "single" and not has_single(layout, tokens):
+        raise ValueError(f"no single launch does a step of {tokens} tokens of this layer, as {choice} says")
+    if choice.form != "prepared":
+        kernel = single_kernel if choice.form == "single" else recurrent_kernel
         tile, constants = choice.step, verify_constants(layout, tokens, choice.step, ALL_ROWS.value, overlap)
-        run(recurrent_kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
+        run(kernel, units_of(tile), given, constants, num_warps=tile.num_warps, **early)
         return
     constants = prepare_constants(layout, rows, tokens, overlap, is_tree)
     programs = rows * layout.geometry.heads // prepared_heads(layout, rows, tokens)

@@ -154,7 +154,7 @@ def verify_op(
 def _choice(layout: StateLayout, y: Tensor, is_tree: bool) -> Choice:
     """The launches of a step with outputs `y` [B, T, H, P]."""
     choice = choose(layout, *y.shape[:2])
-    if is_tree and choice.recurrent:  # which goes from token to token, along one path
+    if is_tree and choice.form == "recurrent":  # which goes from token to token, along one path
         choice, _ = heuristic(layout, *y.shape[:2])
     return choice
 

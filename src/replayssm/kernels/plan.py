@@ -23,6 +23,9 @@ DECODE, PROMPT, FLUSH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 MAX_BLOCK = 1024
 
+FOLDS_APART = tl.constexpr(8)
+"""Every so many rows of a launch may fold, until all that do have had their turn."""
+
 
 @triton.jit
 def row_value(value, rows, mask, EACH: tl.constexpr):
@@ -86,6 +89,18 @@ def write_cursor(cursor, slot, live, first, committed, at, waiting, shape):
     tl.store(position + slot * each, at, mask=live)
     tl.store(pending + slot * each, waiting, mask=live)
     tl.store(tree + slot * each, shape, mask=live)
+
+
+@triton.jit
+def row_in_turn(plan, plan_row, turn, rows, due):
+    """The row of the batch that is the `turn`th of `rows` to be worked on where one launch takes all of them.
+
+    Those that fold take longest, so they come early, but with others between them, which read while they write.
+    """
+    apart = tl.maximum(1, tl.minimum(FOLDS_APART, rows // tl.maximum(due, 1)))
+    folds = (turn % apart == 0) & (turn // apart < due)
+    place = tl.where(folds, turn // apart, due + turn - tl.minimum(due, tl.cdiv(turn, apart)))
+    return tl.load(plan + place.to(tl.int64) * plan_row + ORDER)
 
 
 @triton.jit

@@ -65,16 +65,24 @@ def prefetch(at, COUNT: tl.constexpr):
 
 @triton.jit
 def guessed_row(plan, slots, RING_ROWS: tl.constexpr):
-    """(slot, ring row of the first record, records, whether the checkpoint is empty) of the plan's row at `plan`.
+    """(slot, ring row of the first record, folded, history, whether the checkpoint is empty) of the row at `plan`.
 
     PAD_SLOT where it holds what no plan does. Read past the L1, where what is stale by then would stay.
     """
     slot = tl.load(plan + SLOT, cache_modifier=".cg")
     start = tl.load(plan + FOLD_START, cache_modifier=".cg")
-    records = tl.load(plan + FOLDED, cache_modifier=".cg") + tl.load(plan + HISTORY, cache_modifier=".cg")
+    folded = tl.load(plan + FOLDED, cache_modifier=".cg")
+    history = tl.load(plan + HISTORY, cache_modifier=".cg")
     empty = tl.load(plan + EMPTY, cache_modifier=".cg") != 0
     possible = (slot >= 0) & (slot < slots) & (start >= 0) & (start < RING_ROWS)
-    return tl.where(possible, slot, -1), start.to(tl.int32), records, empty
+    return tl.where(possible, slot, -1), start.to(tl.int32), folded, history, empty
+
+
+@triton.jit
+def guessed_turn(order_at, rows):
+    """The same of the row, one of `rows`, that the plan's order has at `order_at`; row 0 where that is none."""
+    row = tl.load(order_at, cache_modifier=".cg")
+    return tl.where((row >= 0) & (row < rows), row, 0)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def prepare_kernel(
     plan += b * plan_row
     if OVERLAP:
         if b < AHEAD[0]:  # rows whose records, and whose states, the L2 has room for
-            slot, _, _, _ = guessed_row(plan, slots, RING_ROWS)
+            slot, _, _, _, _ = guessed_row(plan, slots, RING_ROWS)
             if slot >= 0:
                 prefetch_records(keys, ring, slot, 0, h, H, RING_ROWS, HEADS, RECORD_SIZES)
                 if b < AHEAD[1]:

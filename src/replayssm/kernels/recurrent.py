@@ -44,8 +44,8 @@ def recurrent_kernel(
     p = unit_columns(unit, P, BLOCK_P)
     n_mask, p_mask = n < N, p < P
     if OVERLAP:
-        guess = guessed_row(plan, slots, RING_ROWS)
-        guessed_slot, guessed_start, guessed_records, guessed_empty = guess
+        guessed_slot, guessed_start, folded, history, guessed_empty = guessed_row(plan, slots, RING_ROWS)
+        guessed_records = folded + history
         if guessed_slot >= 0:
             # a head's columns lie together, so any share of the memory will do
             share: tl.constexpr = N * P // tiles

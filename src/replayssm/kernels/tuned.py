@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from replayssm.kernels.launch import Choice, Tile, in_columns, is_random, read_c
 from replayssm.kernels.verify import FLUSH_ROWS, STEP_ROWS
 from replayssm.state.layout import StateLayout
 
-FORMAT, VERSION = "replayssm-tuned-kernels", 1
+FORMAT, VERSION = "replayssm-tuned-kernels", 2
 FOLDER = Path(__file__).with_suffix("")
 
 
@@ -91,8 +91,8 @@ class Measured:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Measured:
         flush = row["choice"]["flush"]
-        step, recurrent = Tile(**row["choice"]["step"]), row["choice"]["recurrent"]
-        choice = Choice(step, None if flush is None else Tile(**flush), recurrent)
+        step, form = Tile(**row["choice"]["step"]), row["choice"]["form"]
+        choice = Choice(step, None if flush is None else Tile(**flush), form)
         return cls(**{**row, "shape": Shape(**row["shape"]), "choice": choice})
 
     def distance(self, batch: int, tokens: int, window: int) -> float:
@@ -121,10 +121,10 @@ class Decision:
     reason: str
 
     def __str__(self) -> str:
-        lines = [f"step   {self.choice.step}"]
-        lines.append(f"flush  {self.choice.flush or 'in the same launch'}")
-        if self.choice.recurrent:
-            lines = [f"record by record  {self.choice.step}"]
+        names = {"prepared": "step ", "single": "all in one launch", "recurrent": "record by record"}
+        lines = [f"{names[self.choice.form]}  {self.choice.step}"]
+        if self.choice.form == "prepared":
+            lines.append(f"flush  {self.choice.flush or 'in the same launch'}")
         lines.append(f"window in force {self.window_in_force}" + ("" if self.us is None else f", {self.us:.1f} us"))
         return "\n".join([*lines, f"because {self.reason}"])
 
@@ -153,13 +153,16 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
         return Decision(row.choice, in_force, row.us, reason)
     choice, rule = heuristic(layout, batch, tokens)
     where = f"the table of {gpu}" if gpu else "no GPU, so no table"
-    in_force = 1 if choice.recurrent and gpu else window
+    in_force = 1 if choice.form == "recurrent" and gpu else window
     lacking = " has no row of this shape" if gpu else ""
     return Decision(choice, in_force, None, f"{rule} ({where}{lacking})")
 
 
 FEW_UNITS = 2048
 """Up to this many units of 16 columns (four rows of a large layer) an H200 has less to write than to wait for."""
+
+FEW_ROWS = 4 * FEW_UNITS
+"""Up to this many of them, launches that wait for each other cost it more than weights that many programs compute."""
 
 
 def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str]:
@@ -191,16 +194,14 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
             flush = _column_fold(layout)
         return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
-    if units <= FEW_UNITS:
-        block_p, warps = (16, 1) if channel else (32, 1) if units <= FEW_UNITS // 2 else (64, 2)
-        return Choice(_fit(layout, block_p, 1, warps), recurrent=True), "few rows: record by record"
-    step = _fit(layout, 32, 2, 1)
-    if in_columns(layout, tokens, STEP_ROWS.value):
-        step = _fit(layout, 32 if recurrence.delta_rule else 64, 1, 1)
-    flush = _fit(layout, 32, 8, 4 if channel else 2, 3)
-    if in_columns(layout, tokens, FLUSH_ROWS.value):
-        flush = _column_fold(layout)
-    return Choice(step, flush), "many rows: those that fold get a launch of their own"
+    if channel:
+        if units <= FEW_UNITS:
+            return Choice(_fit(layout, 16, 1, 1), form="recurrent"), "few rows: record by record"
+        return Choice(_fit(layout, 32, 2, 1), _fit(layout, 32, 8, 4, 3)), "many rows: those that fold get their own launch"
+    if units <= FEW_ROWS:
+        # a fold asks for all of a state of 128 keys, and so waits once
+        return Choice(replace(_fit(layout, 32, 1, 1), num_stages=4), form="single"), "few rows: all in one launch"
+    return Choice(_fit(layout, 32, 1, 1)), "many rows: weights first, then steps and folds in one launch"
 
 
 def _fit(layout: StateLayout, block_p: int, units: int, num_warps: int, num_stages: int = 1) -> Tile:

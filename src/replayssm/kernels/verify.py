@@ -41,7 +41,18 @@ from replayssm.kernels.formats import (
     state_rows,
     word_sums,
 )
-from replayssm.kernels.plan import DUE_COUNT, EMPTY, FOLD_START, FOLDED, HISTORY, ORDER, POSITION, SLOT, TOKENS
+from replayssm.kernels.plan import (
+    DUE_COUNT,
+    EMPTY,
+    FOLD_START,
+    FOLDED,
+    HISTORY,
+    ORDER,
+    POSITION,
+    SLOT,
+    TOKENS,
+    row_in_turn,
+)
 from replayssm.kernels.prefetch import earlier_done, earlier_done_unless
 from replayssm.kernels.stochastic import draw, round_to_grid
 
@@ -61,7 +72,7 @@ def verify_kernel(
     CODES: tl.constexpr, BLOCKS: tl.constexpr, FACTOR: tl.constexpr, VALUE: tl.constexpr, NATIVE: tl.constexpr,
     TILE: tl.constexpr, TILE_FACTOR: tl.constexpr, ROWS: tl.constexpr, PROBE_BITS: tl.constexpr, CODE: tl.constexpr,
     LARGEST_CODE: tl.constexpr, SCALED: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
-    MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    MANTISSA: tl.constexpr, LEAST: tl.constexpr, FOLD_TP: tl.constexpr,
 ):  # fmt: skip
     """See the module. Shapes: B rows, T tokens, H heads, G key heads, N key dim, P value dim; padded NP, TP, WP.
 
@@ -137,27 +148,38 @@ def verify_kernel(
     else:
         # flushes that come first let this launch start when they may themselves
         known = tl.where(MODE == STEP_ROWS and FOLDS_FIRST, due, 0)
-        b = (pid // parts).to(tl.int64)
+        if MODE == ALL_ROWS:
+            b = row_in_turn(plan, plan_row, pid // parts, tl.num_programs(0) // parts, due)
+        else:
+            b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
         slot = tl.load(row + SLOT)
         folded = tl.load(row + FOLDED)
         if slot < 0:
             zero_units(b, pid % parts, y, P, T, BLOCK_P, UNITS)
+        elif FOLD_TP > 0 and folded > 0:
+            earlier_done(OVERLAP)
+            fold_units(
+                b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, row, state, state_slot, keys, writes, values,
+                key, query, value, layer_params, weights, probes, solves, y, saturated, seeds, layer, H, G, N, P, T,
+                RING_ROWS, NP, FOLD_TP, WP, BLOCK, BLOCK_P, STAGES, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY,
+                RANDOM, MANTISSA, LEAST,
+            )  # fmt: skip
         elif IN_COLUMNS:
             if folded == 0:
                 draft_units(
                     b, pid % parts * UNITS, slot, known, row, state, state_slot, copy, writes, values, key, query,
                     value, layer_params, weights, probes, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
-                    UNITS, STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE,
-                    TILE, TILE_FACTOR, HAS_COPY,
+                    UNITS, 1 if FOLD_TP > 0 else STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS,
+                    FACTOR, VALUE, NATIVE, TILE, TILE_FACTOR, HAS_COPY,
                 )  # fmt: skip
         elif MODE == ALL_ROWS or folded == 0:
             verify_units(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, known, row, state, state_slot,
                 state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves,
-                y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES, MODE, LIMIT,
-                DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, CODES, BLOCKS, FACTOR,
-                VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
+                y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, 1 if FOLD_TP > 0 else STAGES,
+                STEP_ROWS if FOLD_TP > 0 else MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY,
+                TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
         if MODE == ALL_ROWS or not FOLDS_FIRST:
             earlier_done(OVERLAP)  # also where nothing needed it
