@@ -24,7 +24,7 @@ from replayssm.state.slots import PAD_SLOT
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FUSED = Choice(Tile(16))
-SINGLE = Choice(Tile(16, num_stages=2), form="single")
+SINGLE = Choice(Tile(16), form="single")
 SPLIT = Choice(Tile(16), Tile(16))
 SMALL = Geometry(heads=2, key_heads=1, key_dim=24, value_dim=12)
 

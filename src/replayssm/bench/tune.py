@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
@@ -106,8 +106,8 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         yield from new(Choice(Tile(block_p, 1, warps), form="recurrent"))
     for tile in ONE_LAUNCH if tokens == 1 and not codes else ():
         yield from new(Choice(tile))
-        if has_single(layout, tokens) and tile.units == 1:
-            yield from new(Choice(replace(tile, num_stages=4), form="single"))
+        if has_single(layout, tokens) and tile.units == tile.num_stages == 1:
+            yield from new(Choice(tile, form="single"))
     if in_columns(layout, tokens, STEP_ROWS.value):
         steps = [Tile(32), Tile(64), Tile(16), Tile(32, 2), Tile(16, 2)]
     elif codes:

@@ -483,27 +483,32 @@ def fold_columns(
     CHUNK: tl.constexpr = min(NP, FOLD_CHUNK)
     p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
     found = tl.zeros([COLUMNS, probe.shape[0]], tl.float32)
-    if STAGES > 1:
-        tiles = ()
-        for ahead in tl.static_range(min(STAGES, NP // CHUNK)):
-            tile = fold_tile(head, ahead * CHUNK, p, empty, N, P, CHUNK)
-            tiles = tiles + (tile,)  # type: ignore[assignment]
-        for part in tl.static_range(NP // CHUNK):
-            S = tiles[part]
-            if part + STAGES < NP // CHUNK:
-                tile = fold_tile(head, (part + STAGES) * CHUNK, p, empty, N, P, CHUNK)
-                tiles = tiles + (tile,)  # type: ignore[assignment]
-            found += fold_rows(
-                S, head, part * CHUNK, first, p, key_rows, folded, weighted, high, low, probe, live, saturated, seeds,
-                slot, layer, held, h, N, P, CHUNK, LIMIT, RANDOM, MANTISSA, LEAST,
-            )  # fmt: skip
-    else:
-        for at in tl.range(0, NP, CHUNK, num_stages=1):
-            S = fold_tile(head, at, p, empty, N, P, CHUNK)
-            found += fold_rows(
-                S, head, at, first, p, key_rows, folded, weighted, high, low, probe, live, saturated, seeds, slot, layer,
-                held, h, N, P, CHUNK, LIMIT, RANDOM, MANTISSA, LEAST,
-            )  # fmt: skip
+    for at in tl.range(0, NP, CHUNK, num_stages=1):
+        S = fold_tile(head, at, p, empty, N, P, CHUNK)
+        found += fold_rows(
+            S, head, at, first, p, key_rows, folded, weighted, high, low, probe, live, saturated, seeds, slot, layer,
+            held, h, N, P, CHUNK, LIMIT, RANDOM, MANTISSA, LEAST,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def fold_tiles(
+    tiles, head, first, key_rows, folded, weighted, high, low, probe, live, saturated, seeds, slot, layer, held, h,
+    N: tl.constexpr, P: tl.constexpr, LIMIT: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """The same with a state that has been loaded, as one of `fold_tile` after the other."""
+    CHUNK: tl.constexpr = tiles[0].shape[2] * 16
+    COLUMNS: tl.constexpr = weighted.shape[0]
+    J: tl.constexpr = COLUMNS // 8
+    p = first + tl.arange(0, 8)[None, :, None, None] * J + tl.arange(0, J)[None, None, None, :]
+    found = tl.zeros([COLUMNS, probe.shape[0]], tl.float32)
+    for part in tl.static_range(len(tiles)):
+        found += fold_rows(
+            tiles[part], head, part * CHUNK, first, p, key_rows, folded, weighted, high, low, probe, live, saturated,
+            seeds, slot, layer, held, h, N, P, CHUNK, LIMIT, RANDOM, MANTISSA, LEAST,
+        )  # fmt: skip
     return found
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -199,8 +199,7 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
             return Choice(_fit(layout, 16, 1, 1), form="recurrent"), "few rows: record by record"
         return Choice(_fit(layout, 32, 2, 1), _fit(layout, 32, 8, 4, 3)), "many rows: those that fold get their own launch"
     if units <= FEW_ROWS:
-        # a fold asks for all of a state of 128 keys, and so waits once
-        return Choice(replace(_fit(layout, 32, 1, 1), num_stages=4), form="single"), "few rows: all in one launch"
+        return Choice(_fit(layout, 32, 1, 1), form="single"), "few rows: all in one launch"
     return Choice(_fit(layout, 32, 1, 1)), "many rows: weights first, then steps and folds in one launch"
 
 
