@@ -42,7 +42,8 @@ def main(name: str, first: int = 0) -> None:
         raise SystemExit("sanitize needs a CUDA device")
     case = Case(name, steps=3)
     pipelined = Choice(Tile(16, 2, 2, 2), Tile(16, 2, 2, 3))
-    variants = [
+    variants = [] if name == "kda" else [replace(case, choice=Choice(Tile(16), form="single"), window=2)]
+    variants += [
         replace(case, choice=SPLIT),
         replace(case, checkpoint_format="fp16", window=2),
         replace(case, choice=Choice(Tile(16), form="recurrent"), window=1),

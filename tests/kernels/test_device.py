@@ -11,8 +11,9 @@ import triton.language as tl
 
 from replayssm import ReplayConfig, flow
 from replayssm.attach.vllm.clamped import EVERY, ClampWatch
+from replayssm.kernels import launch
 from replayssm.kernels.exact import nearest
-from replayssm.kernels.launch import Choice, Tile
+from replayssm.kernels.launch import Choice, Tile, form_of
 from replayssm.kernels.tuned import choose
 from replayssm.recurrences import Geometry, get
 from replayssm.recurrences.base import Recurrence
@@ -78,19 +79,22 @@ def test_kernels_agree_with_torch(number: int) -> None:
     run(case)
 
 
-def pool_of(name: str, slots: int, config: ReplayConfig, seed: int = 0, geometry: Geometry | None = None) -> StatePool:
+def pool_of(
+    name: str, slots: int, config: ReplayConfig, seed: int = 0, geometry: Geometry | None = None, layers: int = 1
+) -> StatePool:
     """A pool on the device with random states, as after a prompt."""
     recurrence, geometry = get(name), geometry or SLICES[name][0]
     generator = torch.Generator().manual_seed(seed)
     _, params = recurrence.draw(geometry, (1,), generator)
     pool = StatePool.allocate(
-        recurrence, geometry, config, slots=slots, model_dtype=torch.bfloat16, device="cuda", params=[params]
+        recurrence, geometry, config, slots=slots, model_dtype=torch.bfloat16, device="cuda", params=[params] * layers
     )
     assert pool.backend == "triton"
     slots_taken = [pool.acquire() for _ in range(slots)]
     state = torch.randn(slots, *geometry.state_shape, generator=generator).cuda()
     with flow.prompt(pool, slots_taken, 1, width=1) as step:
-        flow.load(pool, 0, step, state)
+        for layer in range(layers):
+            flow.load(pool, layer, step, state)
     return pool
 
 
@@ -156,14 +160,65 @@ def test_a_thousand_launches_agree_bit_for_bit(name: str, tokens: int, read_form
     forced = torch.arange(batch, device="cuda") % 2 == 0
     opened = flow.open_step(pool, slots, tokens, window=4, forced=forced)
     before = {name: tensor.clone() for name, tensor in pool.layers[0].tensors.items()}
-    first = None
+    first, between = None, torch.zeros(1, device="cuda")
     for _ in range(1000):
         for field, tensor in pool.layers[0].tensors.items():
             tensor.copy_(before[field])
+        between.zero_()  # as a plan's launch would: a step may read its pool before the launch in front of it has ended
         found = [flow.verify(pool, 0, opened, inputs), *(t.clone() for t in pool.layers[0].tensors.values())]
         if first is None:
             first = found
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+OVERLAPPING = [("fp32", 1, 6), ("fp32", 1, 40), ("bf16", 1, 40), ("fp32+nvfp4", 1, 40), ("fp32", 4, 40)]
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize(("precision", "tokens", "rows"), OVERLAPPING)
+@pytest.mark.parametrize("processors", [None, 1], ids=["all", "one"])
+def test_launches_that_overlap_change_no_bit(
+    name: str, precision: str, tokens: int, rows: int, processors: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers behind each other, each with the outputs of the one before as values, one workspace, in one graph: what a
+    launch reads ahead, or without a wait of its own, must be there. Folds once on all multiprocessors, once on one.
+    """
+    if processors is not None:
+        monkeypatch.setattr(launch, "processors", lambda device: processors)
+    form = ReplayConfig.of(precision, window=6, verify_len=tokens)
+    found = []
+    for overlaps in (True, False):
+        monkeypatch.setattr(launch, "overlaps", lambda device, overlaps=overlaps: overlaps)
+        pool = pool_of(name, rows, form, layers=6)
+        layout, slots = pool.layers[0].layout, torch.arange(rows, device="cuda")
+        static = draw(layout, rows, tokens, 0)
+        value = form_of(layout.recurrence).value
+        outputs = [torch.empty_like(static[value]) for _ in pool.layers]
+
+        def step(pool=pool, static=static, value=value, outputs=outputs, slots=slots) -> None:  # type: ignore[no-untyped-def]
+            opened = flow.open_step(pool, slots, tokens)
+            given = static
+            for number, out in enumerate(outputs):
+                flow.verify(pool, number, opened, given, out)
+                given = static | {value: out}
+            flow.close_step(pool, opened)
+            flow.commit(pool, slots, tokens)
+
+        step()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        seen = []
+        for number in range(60):
+            for field, x in draw(layout, rows, tokens, number % 7 + 1).items():
+                static[field].copy_(x)
+            graph.replay()
+            seen.append(outputs[-1].clone())
+        found.append([*seen, *(t.clone() for layer in pool.layers for t in layer.tensors.values())])
+    assert all(bool(x.isfinite().all()) for x in found[0][:60])
+    for overlapping, one_by_one in zip(*found, strict=True):
+        assert torch.equal(overlapping.contiguous().view(torch.uint8), one_by_one.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", SLICES)

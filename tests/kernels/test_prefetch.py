@@ -131,7 +131,7 @@ FORMS += [(name, single, "single") for name in ("mamba2", "gdn")]
 
 
 @pytest.mark.parametrize(("name", "module", "form"), FORMS, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("guess", (*GUESSES, wrong_turn), ids=lambda guess: guess.__name__)
+@pytest.mark.parametrize("guess", [*GUESSES, wrong_turn], ids=lambda guess: guess.__name__)
 def test_a_wrong_guess_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, name: str, module: ModuleType, form: str, guess: object
 ) -> None:

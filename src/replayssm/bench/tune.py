@@ -33,7 +33,7 @@ STATE_LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2, "fp8": 6e-2}
 COPY_LIMIT = 1e-2
 """The same of a read copy, in which the last bit of a checkpoint may decide between two neighbouring codes."""
 
-ONE_LAUNCH = Tile(32), Tile(32, 2), Tile(32, 1, 1, 2), Tile(64, 2, 2), Tile(64, 1, 2), Tile(16), Tile(32, 1, 2)
+ONE_LAUNCH = Tile(32), Tile(32, 2), Tile(64, 2, 2), Tile(64, 1, 2), Tile(16), Tile(32, 1, 2)
 """Tiles of launches over all rows of one token."""
 
 CHECKED_ROWS = (3, -1, 0, 4, 1)
@@ -106,7 +106,7 @@ def candidates_for(layout: StateLayout, tokens: int) -> Iterator[Choice]:
         yield from new(Choice(Tile(block_p, 1, warps), form="recurrent"))
     for tile in ONE_LAUNCH if tokens == 1 and not codes else ():
         yield from new(Choice(tile))
-        if has_single(layout, tokens) and tile.units == tile.num_stages == 1:
+        if has_single(layout, tokens) and tile.units == 1:
             yield from new(Choice(tile, form="single"))
     if in_columns(layout, tokens, STEP_ROWS.value):
         steps = [Tile(32), Tile(64), Tile(16), Tile(32, 2), Tile(16, 2)]

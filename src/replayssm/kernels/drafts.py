@@ -25,7 +25,6 @@ from replayssm.kernels.plan import EMPTY, FOLD_START, FOLDED, HISTORY, POSITION,
 from replayssm.kernels.prefetch import earlier_done_unless
 from replayssm.kernels.stochastic import draw, round_to_grid
 
-
 FOLD_CHUNK = tl.constexpr(32)
 """Key rows that a fold takes at a time: all of them, and what it adds to them, are more than the registers hold."""
 
@@ -390,8 +389,8 @@ def fold_units(
     probes, solves, y, saturated, seeds, layer,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr,
     NP: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr,
-    TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+    RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Units first..last - 1 of the row b, which is due: their records are folded, and what tokens take is the result's.
 
@@ -409,7 +408,7 @@ def fold_units(
             b, h, h // (H // G), unit % tiles * BLOCK_P, slot, start, folded, tokens, empty, held, state, keys, writes,
             values, key, query, value, layer_params, weights + (b * H + h) * (T * BLOCK), probes,
             solves + (b * H + h) * ((WP + 1) * WP), y, saturated + slot, seeds, layer, H, N, P, T, RING_ROWS, NP, TP,
-            WP, BLOCK, BLOCK_P, STAGES, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM, MANTISSA, LEAST,
+            WP, BLOCK, BLOCK_P, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM, MANTISSA, LEAST,
         )  # fmt: skip
 
 
@@ -418,8 +417,8 @@ def fold_unit(
     b, h, g, first, slot, start, folded, tokens, empty, held, state, keys, writes, values, key, query, value,
     layer_params, weight, probes, solve, y, saturated, seeds, layer,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr,
-    TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
-    LIMIT: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
+    TP: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, LIMIT: tl.constexpr,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, TOKEN_SKIP: tl.constexpr, HAS_COPY: tl.constexpr, RANDOM: tl.constexpr,
     MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_P columns of one head, from column `first` on; `held` are the tokens in the new checkpoint."""
@@ -452,7 +451,7 @@ def fold_unit(
     found = fold_columns(
         state + h * (N * P), first, key_rows, folded, weighted, tl.load(weight + scalars + 3),
         tl.load(weight + scalars + 4), probe, c_token < tokens, empty, saturated, seeds, slot, layer, held, h, N, P, NP,
-        STAGES, LIMIT, RANDOM, MANTISSA, LEAST,
+        LIMIT, RANDOM, MANTISSA, LEAST,
     )  # fmt: skip
     out, answer = tokens_last(found, DELTA, T > 4)
     t = tokens_of(out.shape[2])
@@ -469,8 +468,8 @@ def fold_unit(
 @triton.jit
 def fold_columns(
     head, first, key_rows, folded, weighted, high, low, probe, live, empty, saturated, seeds, slot, layer, held, h,
-    N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, STAGES: tl.constexpr,
-    LIMIT: tl.constexpr, RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, NP: tl.constexpr, LIMIT: tl.constexpr, RANDOM: tl.constexpr,
+    MANTISSA: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Fold into a head's columns from `first` on, as many as `weighted` [columns, WP] has; products with the result.
 

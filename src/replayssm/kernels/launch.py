@@ -55,7 +55,7 @@ class Tile:
         block_p: state columns of a unit.
         units: units of a program, a divisor of a row's.
         num_warps: warps of a program.
-        num_stages: units whose memory is under way at once; of folds in columns parts of one unit.
+        num_stages: units whose memory is under way at once.
     """
 
     block_p: int

@@ -92,12 +92,13 @@ def write_cursor(cursor, slot, live, first, committed, at, waiting, shape):
 
 
 @triton.jit
-def row_in_turn(plan, plan_row, turn, rows, due):
+def row_in_turn(plan, plan_row, turn, rows, due, SPREAD: tl.constexpr):
     """The row of the batch that is the `turn`th of `rows` to be worked on where one launch takes all of them.
 
-    Those that fold take longest, so they come early, but with others between them, which read while they write.
+    Those that fold take longest, so they come first, or early with others between them (SPREAD), where programs are
+    few and long: those read while these write (docs/experiments.md).
     """
-    apart = tl.maximum(1, tl.minimum(FOLDS_APART, rows // tl.maximum(due, 1)))
+    apart = tl.maximum(1, tl.minimum(FOLDS_APART if SPREAD else 1, rows // tl.maximum(due, 1)))
     folds = (turn % apart == 0) & (turn // apart < due)
     place = tl.where(folds, turn // apart, due + turn - tl.minimum(due, tl.cdiv(turn, apart)))
     return tl.load(plan + place.to(tl.int64) * plan_row + ORDER)

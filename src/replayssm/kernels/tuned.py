@@ -197,9 +197,11 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
     if channel:
         if units <= FEW_UNITS:
             return Choice(_fit(layout, 16, 1, 1), form="recurrent"), "few rows: record by record"
-        return Choice(_fit(layout, 32, 2, 1), _fit(layout, 32, 8, 4, 3)), "many rows: those that fold get their own launch"
+        step, flush = _fit(layout, 32, 2, 1), _fit(layout, 32, 8, 4, 3)
+        return Choice(step, flush), "many rows: those that fold get a launch of their own"
     if units <= FEW_ROWS:
-        return Choice(_fit(layout, 32, 1, 1), form="single"), "few rows: all in one launch"
+        block_p = 32 if geometry.key_dim <= 128 else 16
+        return Choice(_fit(layout, block_p, 1, 1), form="single"), "few rows: all in one launch"
     return Choice(_fit(layout, 32, 1, 1)), "many rows: weights first, then steps and folds in one launch"
 
 

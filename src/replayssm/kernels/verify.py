@@ -123,7 +123,7 @@ def verify_kernel(
                 fold_units(
                     b, first, last, slot, row, state, state_slot, keys, writes, values, key, query, value, layer_params,
                     weights, probes, solves, y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK,
-                    BLOCK_P, STAGES, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM, MANTISSA, LEAST,
+                    BLOCK_P, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM, MANTISSA, LEAST,
                 )  # fmt: skip
             else:
                 verify_units(
@@ -149,7 +149,7 @@ def verify_kernel(
         # flushes that come first let this launch start when they may themselves
         known = tl.where(MODE == STEP_ROWS and FOLDS_FIRST, due, 0)
         if MODE == ALL_ROWS:
-            b = row_in_turn(plan, plan_row, pid // parts, tl.num_programs(0) // parts, due)
+            b = row_in_turn(plan, plan_row, pid // parts, tl.num_programs(0) // parts, due, UNITS > 1)
         else:
             b = (pid // parts).to(tl.int64)
         row = plan + b * plan_row
@@ -162,24 +162,25 @@ def verify_kernel(
             fold_units(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, row, state, state_slot, keys, writes, values,
                 key, query, value, layer_params, weights, probes, solves, y, saturated, seeds, layer, H, G, N, P, T,
-                RING_ROWS, NP, FOLD_TP, WP, BLOCK, BLOCK_P, STAGES, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY,
-                RANDOM, MANTISSA, LEAST,
+                RING_ROWS, NP, FOLD_TP, WP, BLOCK, BLOCK_P, LIMIT, DELTA, SKIP, TOKEN_SKIP, HAS_COPY, RANDOM,
+                MANTISSA, LEAST,
             )  # fmt: skip
         elif IN_COLUMNS:
             if folded == 0:
                 draft_units(
                     b, pid % parts * UNITS, slot, known, row, state, state_slot, copy, writes, values, key, query,
                     value, layer_params, weights, probes, y, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P,
-                    UNITS, 1 if FOLD_TP > 0 else STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS,
+                    UNITS, STAGES, OVERLAP, DELTA, CHANNEL, SKIP, TOKEN_SKIP, CODES, BLOCKS,
                     FACTOR, VALUE, NATIVE, TILE, TILE_FACTOR, HAS_COPY,
                 )  # fmt: skip
         elif MODE == ALL_ROWS or folded == 0:
             verify_units(
                 b, pid % parts * UNITS, pid % parts * UNITS + UNITS, slot, folded, known, row, state, state_slot,
                 state_scale, copy, keys, writes, values, ring, key, query, value, layer_params, weights, probes, solves,
-                y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, 1 if FOLD_TP > 0 else STAGES,
+                y, saturated, seeds, layer, H, G, N, P, T, RING_ROWS, NP, TP, WP, BLOCK, BLOCK_P, STAGES,
                 STEP_ROWS if FOLD_TP > 0 else MODE, LIMIT, DELTA, CHANNEL, SKIP, OVERLAP, RECORD_SCALES, RECORD_DECAY,
-                TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA, LEAST,
+                TOKEN_SKIP, CODES, BLOCKS, FACTOR, VALUE, NATIVE, ROWS, PROBE_BITS, SCALED, HAS_COPY, RANDOM, MANTISSA,
+                LEAST,
             )  # fmt: skip
         if MODE == ALL_ROWS or not FOLDS_FIRST:
             earlier_done(OVERLAP)  # also where nothing needed it
