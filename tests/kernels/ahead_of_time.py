@@ -51,7 +51,7 @@ def layout_of(name: str, geometry: Geometry, tokens: int, checkpoint_format: str
 def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]]:
     """(title, layout, tokens, choice) of what is compiled besides the tables: all of it for sm_90 only."""
     for name, geometry in GEOMETRIES.items():
-        for tokens, batch in [(1, 1), (1, 256), (4, 256)] if capability == 90 else [(1, 256)]:
+        for tokens, batch in [(1, 1), (1, 256), (4, 256)] if capability == 90 else [(1, 1), (1, 256)]:
             layout = layout_of(name, geometry, tokens)
             yield f"{name} T={tokens} batch {batch}", layout, tokens, heuristic(layout, batch, tokens)[0]
     if capability == 100:  # where products behind 4 warps are in tensor memory

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from replayssm import ReplayConfig, flow
 from replayssm.attach.vllm.clamped import EVERY, ClampWatch
-from replayssm.kernels import launch
+from replayssm.kernels import launch, ops
 from replayssm.kernels.exact import nearest
 from replayssm.kernels.launch import Choice, Tile, form_of
 from replayssm.kernels.tuned import choose
@@ -172,6 +172,7 @@ def test_a_thousand_launches_agree_bit_for_bit(name: str, tokens: int, read_form
 
 
 OVERLAPPING = [("fp32", 1, 6), ("fp32", 1, 40), ("bf16", 1, 40), ("fp32+nvfp4", 1, 40), ("fp32", 4, 40)]
+"""Precision, tokens of a row, rows: of six the launch that does everything, of forty those of many rows."""
 
 
 @pytest.mark.parametrize("name", SLICES)
@@ -185,12 +186,18 @@ def test_launches_that_overlap_change_no_bit(
     """
     if processors is not None:
         monkeypatch.setattr(launch, "processors", lambda device: processors)
-    form = ReplayConfig.of(precision, window=6, verify_len=tokens)
+    form, stock = ReplayConfig.of(precision, window=6, verify_len=tokens), launch.run
+
+    def one_by_one(*given, launch_pdl=False, **options):  # type: ignore[no-untyped-def]
+        stock(*given, **options)  # the same kernel: where nothing may overlap, none waits
+
     found = []
-    for overlaps in (True, False):
-        monkeypatch.setattr(launch, "overlaps", lambda device, overlaps=overlaps: overlaps)
+    for run_with in (stock, one_by_one):
+        monkeypatch.setattr(launch, "run", run_with)
         pool = pool_of(name, rows, form, layers=6)
         layout, slots = pool.layers[0].layout, torch.arange(rows, device="cuda")
+        choice = choose(layout, 4096 if rows > 6 else 1, tokens)
+        monkeypatch.setattr(ops, "choose", lambda layout, batch, tokens, choice=choice: choice)
         static = draw(layout, rows, tokens, 0)
         value = form_of(layout.recurrence).value
         outputs = [torch.empty_like(static[value]) for _ in pool.layers]
@@ -217,8 +224,8 @@ def test_launches_that_overlap_change_no_bit(
             seen.append(outputs[-1].clone())
         found.append([*seen, *(t.clone() for layer in pool.layers for t in layer.tensors.values())])
     assert all(bool(x.isfinite().all()) for x in found[0][:60])
-    for overlapping, one_by_one in zip(*found, strict=True):
-        assert torch.equal(overlapping.contiguous().view(torch.uint8), one_by_one.contiguous().view(torch.uint8))
+    for overlapping, alone in zip(*found, strict=True):
+        assert torch.equal(overlapping.contiguous().view(torch.uint8), alone.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", SLICES)

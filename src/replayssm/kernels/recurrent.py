@@ -86,12 +86,10 @@ def recurrent_kernel(
         write_ring = writes[0] + slot * writes[1] + h * writes[3] + p
         records = folded + history
         # the first record, which most rows have, comes beside the state; where there is none it changes nothing
-        missing = True
         if OVERLAP:
-            missing = (slot != guessed_slot) | (start != guessed_start)
-            missing |= (records > 0) != (guessed_records > 0)
-            missing |= empty != guessed_empty
-        if missing:
+            wrong = (slot != guessed_slot) | (start != guessed_start) | (empty != guessed_empty)
+            wrong |= (records > 0) != (guessed_records > 0)
+        if not OVERLAP or wrong:
             S, raw_k, raw_u, key_scale, write_scale, record_decay = state_and_record(
                 slot, start, records > 0, empty, state, state_slot, keys, writes, ring, layer_params, g, h, n, n_mask,
                 p, p_mask, N, P, CHANNEL, RECORD_SCALES, RECORD_DECAY,
@@ -117,8 +115,10 @@ def recurrent_kernel(
             live = t < tokens
             raw_k, raw_q, v, log_decay, rate = given[t]
             k, q = raw_k.to(tl.float32), raw_q.to(tl.float32)
-            k_scale = KEY_SCALE(k)
-            k, q = k * k_scale, q * QUERY_SCALE(q, N)
+            k_scale, q_scale = KEY_SCALE(k), QUERY_SCALE(q, N)
+            # of 16-bit numbers the products are exact, so that all threads have the same sum of them to the last bit
+            own = tl.sum(k * q, 0) * (k_scale * q_scale)
+            k, q = k * k_scale, q * q_scale
             step = tl.exp(log_decay)
             # output and correction take two sums of the state before the token, neither of which waits for the other
             if CHANNEL:
@@ -128,7 +128,7 @@ def recurrent_kernel(
                 out = tl.sum(S * q[:, None], 0) * step
                 answer = tl.sum(S * k[:, None], 0) * step if DELTA else 0.0
             u = (v.to(tl.float32) - answer) * rate
-            out += tl.sum(k * q, 0) * u
+            out += own * u
             if SKIP:
                 out += skip * v.to(tl.float32)
             # tokens beyond the row's hold anything; those behind them are beyond it as well

@@ -83,11 +83,10 @@ def single_kernel(
         found = planned(row)
         if b != guessed:
             found = planned(plan + b * plan_row)
-        missing = (found[0] != slot) | (found[1] != start) | (found[3] != history) | (folded != 0)
+        wrong = (found[0] != slot) | (found[1] != start) | (found[3] != history) | (folded != 0)
     else:
         b = tl.load(order_at)
         found = planned(plan + b * plan_row)
-        missing = True
     slot, start, folded, history, tokens, empty = found
     if slot < 0:
         zero_units(b, unit, y, P, 1, BLOCK_P, 1)
@@ -113,7 +112,7 @@ def single_kernel(
                 RECORD_SCALES, RECORD_DECAY, TOKEN_SKIP, RANDOM, MANTISSA, LEAST,
             )  # fmt: skip
         else:
-            if missing:
+            if not OVERLAP or wrong:
                 S, past, kept, weight, log_decay = step_memory(
                     True, slot, start, history, h, g, n, p, state, state_slot, keys, writes, ring, layer_params,
                     N, P, NP, WP, RING_ROWS, BLOCK_P, RECORD_SCALES, RECORD_DECAY,
