@@ -36,15 +36,18 @@ OUTSIDE = {
     # other: it waits for latency and not for bytes. Its mean over the window is predicted
     "qwen3.5-122b-a10b B=8 fp32 replay flush",
     "qwen3.5-122b-a10b B=8 bf16 replay flush",
-    "nemotron3-super-120b B=8 bf16 replay flush",
     "nemotron3-super-120b B=8 fp32+fp8 replay flush",
     "nemotron3-super-120b B=8 fp32+nvfp4 replay flush",
     "nemotron3-super-120b B=8 fp32+nvfp4 replay step",
     # a fold beside a copy takes as long for two rows as for many
     "qwen3.5-122b-a10b B=8 fp32+nvfp4 replay staggered",
-    # their tiles are for other batches (fp8) or better than those of most rows (bf16)
+    # its tiles are for other batches
     "nemotron3-super-120b B=64 fp32+fp8 replay flush",
-    "nemotron3-super-120b B=256 bf16 replay flush",
+    # one launch waits once, and Mamba-2's needs less than others to compute its weights in it
+    "nemotron3-super-120b B=8 fp32 replay step",
+    # from before that launch, with tiles for other batches
+    "qwen3.5-122b-a10b B=8 bf16 replay cycle",
+    "qwen3.5-122b-a10b B=1 bf16 replay flush",
     # few rows with drafts are launches that wait for one another and little else. A flush, whose outputs need no ring
     # rows, waits less than the steps whose launches it is charged with, and the tiles of batch 1 (of batch 64) wait
     # longer than those of batch 8 (its own)
@@ -55,7 +58,6 @@ OUTSIDE = {
     "nemotron3-super-120b B=8 fp32 replay step T=4 a=3",
     "nemotron3-super-120b B=8 fp32 replay tree T=4 a=3",
     "nemotron3-super-120b B=8 fp32 replay staggered T=4 a=3",
-    "nemotron3-super-120b B=8 fp32 replay step T=8 a=5",
     "qwen3.5-122b-a10b B=1 fp32 replay flush T=4 a=3",
     "qwen3.5-122b-a10b B=1 fp32 replay flush T=8 a=5",
     # with drafts and a window of 64 the tiles do not fit into registers
@@ -102,10 +104,11 @@ NOT_COMPARED = {
     "kernels/results/2026-11-30-h200-tokens-sketches.json",
     "kernels/results/2026-12-01-h200-forms-sketches.json",
     "kernels/results/2026-12-01-h200-folds-first.json",  # an order of launches that fp32 states do not have
-    "kernels/results/2026-12-01-h200-reads.json",  # measured after the fit
+    "kernels/results/2026-12-01-h200-reads.json",  # flushes shared out in a way that is no longer there
     "kernels/results/2026-12-01-h200-bits16.json",
     "kernels/results/2026-12-01-h200-small.json",
     "kernels/results/2026-12-01-h200-others.json",
+    "kernels/results/2026-12-01-h200-one-launch-sketches.json",
 }
 
 

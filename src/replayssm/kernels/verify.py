@@ -2,7 +2,8 @@
 
 A unit of work is BLOCK_P columns of one head's state: every column is independent of the others, corrections included.
 With the weights of the first launch (kernels/prepare.py) an output is a few weighted sums; the state is read once, for
-two probes (q and k), and written back only where the row is due.
+two probes (q and k), and written back only where the row is due. Where one launch takes all rows, those fold in columns
+(kernels/drafts.py) if the state can: that takes no more registers than a step.
 
 With a read copy, rows that are not due never see the checkpoint: the copy's words stand in its place, as those of an
 fp8 checkpoint do for the numbers that they mean. Rows that are due fold into the checkpoint, which is what their
@@ -56,7 +57,7 @@ from replayssm.kernels.plan import (
 from replayssm.kernels.prefetch import earlier_done, earlier_done_unless
 from replayssm.kernels.stochastic import draw, round_to_grid
 
-# which rows a launch takes: all of them; those that are not due; those that are, from the plan's order
+# which rows a launch takes: all of them, in turn; those that are not due; those that are, from the plan's order
 ALL_ROWS, STEP_ROWS, FLUSH_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -94,6 +95,8 @@ def verify_kernel(
     | saturated | [slots] int64       | in/out | counts elements beyond LIMIT, where that is not 0              |
     | seeds    | [slots] int64        | in     | of the random numbers, when RANDOM: (pointer, stride)          |
     | layer    | int                  | in     | number of the layer in its pool, for the same                  |
+
+    FOLD_TP are the columns of products of a fold in columns within a launch of all rows, 0 where folds are in rows.
     """
     parts: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * H // UNITS
     pid = tl.program_id(0)

@@ -124,7 +124,11 @@ EXPERT_SHARE = 0.19
 """From one model: 512 experts with 88 tokens each take 4 ms a layer, what sorts tokens around them included."""
 
 PARTS = ("", "-bits16", "-reads", "-drafts", "-drafts-small", "-draft-windows", "-hints")
-KERNEL_SOURCES = tuple(f"kernels/results/2026-11-30-h200{part}.json" for part in PARTS)
+NEXT_DAY = ("one-launch", "one-launch-small", "one-launch-bits16")
+KERNEL_SOURCES = (
+    *(f"kernels/results/2026-11-30-h200{part}.json" for part in PARTS),
+    *(f"kernels/results/2026-12-01-h200-{part}.json" for part in NEXT_DAY),
+)
 STEP_PARTS = ("nano", "qwen", "nano-contexts", "qwen-contexts", "nano-drafts", "qwen-drafts", "super-drafts")
 STEP_SOURCES = tuple(f"steps/results/2026-11-30-h200-{part}.json" for part in STEP_PARTS)
 
@@ -138,30 +142,30 @@ H200 = Gpu(
     expert_share=EXPERT_SHARE,
     attention_gb_s=ATTENTION_SHARE * READ_GB_S,
     kernels=KernelCosts(
-        launch_us=3.751,
-        ramp_us=3.088,
-        ramp_half_us=2.046,
-        draft_launch_us=10.77,
-        draft_us=0.04087,
-        draft_ring_us=1.172,
-        draft_fold_us=9.39,
+        launch_us=3.57,
+        ramp_us=3.101,
+        ramp_half_us=1.084,
+        draft_launch_us=10.51,
+        draft_us=0.04121,
+        draft_ring_us=1.173,
+        draft_fold_us=9.213,
         read_gb_s=READ_GB_S,
-        fold_gb_s=3177,
-        cast_us=0.1926,
-        probe_us=0.303,
-        fold_cast_us=2.179,
-        code_launch_us=1.32,
-        code_us=0.2369,
-        code_probe_us=0.08253,
-        code_fold_us=4.141,
-        code_solve_us=3.901,
-        channel_us=10.6,
+        fold_gb_s=3114,
+        cast_us=0.2067,
+        probe_us=0.235,
+        fold_cast_us=1.791,
+        code_launch_us=1.133,
+        code_us=0.2323,
+        code_probe_us=0.08695,
+        code_fold_us=4.153,
+        code_solve_us=3.918,
+        channel_us=10.56,
         stagger=1.064,
-        ordinary_launch_us=2.284,
-        ordinary_gb_s=3855,
+        ordinary_launch_us=2.426,
+        ordinary_gb_s=3861,
     ),
-    fit=Fit(rows=331, median=0.052, worst=0.569, beyond=27, sources=KERNEL_SOURCES),
-    step_fit=Fit(rows=61, median=0.042, worst=0.109, beyond=0, sources=STEP_SOURCES),
+    fit=Fit(rows=331, median=0.052, worst=0.562, beyond=27, sources=KERNEL_SOURCES),
+    step_fit=Fit(rows=61, median=0.042, worst=0.101, beyond=0, sources=STEP_SOURCES),
     note="memory and bf16 rate from the data sheet, 64 % of which products reach in the measured steps, beside 8 us "
     "each; reads and launches from the read floors of the measured files",
 )
