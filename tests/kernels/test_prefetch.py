@@ -126,18 +126,19 @@ def wrong_turn(order_at, rows):
 GUESSES = (guessed_row, wrong_slot, wrong_start, wrong_records, wrong_due, wrong_empty)
 
 
-FORMS = [(name, recurrent, "recurrent") for name in ("mamba2", "gdn", "kda")]
-FORMS += [(name, single, "single") for name in ("mamba2", "gdn")]
+RECURRENT = [(name, recurrent, "recurrent", guess) for name in ("mamba2", "gdn", "kda") for guess in GUESSES]
+SINGLE = [(name, single, "single", guess) for name in ("mamba2", "gdn") for guess in (*GUESSES, wrong_turn)]
 
 
-@pytest.mark.parametrize(("name", "module", "form"), FORMS, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("guess", [*GUESSES, wrong_turn], ids=lambda guess: guess.__name__)
+@pytest.mark.parametrize(
+    ("name", "module", "form", "guess"),
+    [*RECURRENT, *SINGLE],
+    ids=lambda value: value if isinstance(value, str) else value.__name__.rpartition(".")[2],
+)
 def test_a_wrong_guess_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, name: str, module: ModuleType, form: str, guess: object
 ) -> None:
     """A launch that does everything reads from its guess, and again where the plan says otherwise."""
-    if guess is wrong_turn and form == "recurrent":
-        pytest.skip("takes rows as they come")
     stock = launch.run
 
     def start(*given, launch_pdl=False, **options):  # type: ignore[no-untyped-def]
