@@ -83,6 +83,9 @@ def heuristics(capability: int) -> Iterator[tuple[str, StateLayout, int, Choice]
             config = ReplayConfig.of(precision, window=window, verify_len=tokens)
             layout = StateLayout(get(name), GEOMETRIES[name], config, torch.bfloat16)
             yield f"{name} {precision} T={tokens} W={window}", layout, tokens, heuristic(layout, 256, tokens)[0]
+        for name, window in (("gdn", 32), ("mamba2", 64)):  # few rows, and longer rings
+            layout = StateLayout(get(name), GEOMETRIES[name], ReplayConfig(window), torch.bfloat16)
+            yield f"{name} W={window} batch 1", layout, 1, heuristic(layout, 1, 1)[0]
         for title, (name, geometry) in MORE.items():
             for tokens in (1, 4) if geometry.value_dim == 80 else (1,):
                 layout = layout_of(name, geometry, tokens)

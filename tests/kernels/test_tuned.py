@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,36 @@ def test_a_rule_where_nothing_was_measured(table: Path) -> None:
     assert tuned.decide(channels, 1, 1, GPU).window_in_force == 1
     replayed = tuned.decide(channels, 16, 1, GPU)
     assert replayed.choice.flush is not None and replayed.window_in_force == channels.config.window
+
+
+def test_a_longer_ring_takes_more_warps_where_a_launch_holds_all_of_it(table: Path) -> None:
+    alone = Choice(Tile(32), form="single")
+    tuned.save(table, (measured(1, 1, alone),), {})
+    layout = replace(LAYOUT, config=ReplayConfig(16))
+    assert tuned.decide(layout, 1, 1, GPU).choice == alone
+    longer = tuned.decide(replace(LAYOUT, config=ReplayConfig(33)), 1, 1, GPU)
+    assert longer.choice == Choice(Tile(32, num_warps=4), form="single")
+    assert "more warps" in longer.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"form": "singel"}, "there are prepared, single, recurrent"),
+        ({"form": "single", "flush": Tile(16)}, "does all of it"),
+        ({"form": "recurrent", "step": Tile(16, units=2)}, "does all of it"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Choice(**{"step": Tile(16), **fields})
+
+
+def test_a_form_that_a_step_does_not_have_is_refused() -> None:
+    for case in (Case("kda"), Case("gdn", verify_len=2)):
+        twins = Twins(replace(case, choice=Choice(Tile(16), form="single")))
+        with pytest.raises(ValueError, match="no single launch"):
+            twins.step([1] * 4, [1] * 4)
 
 
 def test_another_file_is_refused(table: Path) -> None:

@@ -23,7 +23,8 @@ def verify(pool: StatePool, layer: int, step: Step, inputs: Mapping[str, Tensor]
     """Run one layer of a step.
 
     Rows that are due are folded first. The tokens' records are written behind the committed ones; they become real
-    with `commit`.
+    with `commit`. On a GPU a step may begin to read states and rings while the launch right before it still runs, so
+    whatever else changes them does so before `open_step`.
 
     Args:
         pool: the pool.

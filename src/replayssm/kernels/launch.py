@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -64,6 +64,9 @@ class Tile:
     num_stages: int = 1
 
 
+Form = Literal["prepared", "single", "recurrent"]
+
+
 @dataclass(frozen=True)
 class Choice:
     """The launches of one verify.
@@ -75,11 +78,22 @@ class Choice:
         form: "prepared": a launch before those over the states prepares weights (kernels/prepare.py). "single": one
             launch does everything (kernels/single.py), where there is such a form (`has_single`). "recurrent": one
             launch runs record by record (kernels/recurrent.py), which suits a window in force of 1.
+
+    Raises:
+        ValueError: there is no such form, or a launch that does everything has a flush, or units, besides.
     """
 
     step: Tile
     flush: Tile | None = None
-    form: Literal["prepared", "single", "recurrent"] = "prepared"
+    form: Form = "prepared"
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ValueError(f"no launches have the form {self.form!r}; there are {', '.join(get_args(Form))}")
+        if self.form != "prepared" and (self.flush, self.step.units, self.step.num_stages) != (None, 1, 1):
+            raise ValueError(
+                f"the launch of a {self.form} step does all of it, one unit a program, other than in {self}"
+            )
 
 
 @cache

@@ -10,14 +10,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from replayssm.kernels.launch import Choice, Tile, in_columns, is_random, read_codes, solves_again
+from replayssm.kernels.launch import Choice, Tile, in_columns, is_random, padded_window, read_codes, solves_again
 from replayssm.kernels.verify import FLUSH_ROWS, STEP_ROWS
 from replayssm.state.layout import StateLayout
 
@@ -148,9 +148,12 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
     if rows:
         row = min(rows, key=lambda row: row.distance(batch, tokens, window))
         reason = f"it was the fastest measured on {gpu} at batch {row.batch}, {row.tokens} tokens, window {row.window}"
+        choice = row.choice
+        if choice.form == "single" and window > max(16, row.window):  # its registers would not hold such a ring
+            choice, reason = replace(choice, step=_single(layout)), f"{reason}; a longer ring takes more warps"
         # a window of 1 was measured to win; the window of the row is only the one that it was measured with
         in_force = window if row.window_in_force == row.window else min(row.window_in_force, window)
-        return Decision(row.choice, in_force, row.us, reason)
+        return Decision(choice, in_force, row.us, reason)
     choice, rule = heuristic(layout, batch, tokens)
     where = f"the table of {gpu}" if gpu else "no GPU, so no table"
     in_force = 1 if choice.form == "recurrent" and gpu else window
@@ -200,9 +203,9 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         step, flush = _fit(layout, 32, 2, 1), _fit(layout, 32, 8, 4, 3)
         return Choice(step, flush), "many rows: those that fold get a launch of their own"
     if units <= FEW_ROWS:
-        block_p = 32 if geometry.key_dim <= 128 else 16
-        return Choice(_fit(layout, block_p, 1, 1), form="single"), "few rows: all in one launch"
-    return Choice(_fit(layout, 32, 1, 1)), "many rows: weights first, then steps and folds in one launch"
+        return Choice(_single(layout), form="single"), "few rows: all in one launch"
+    step = _fit(layout, 32, 1, min(2, _ring_registers(layout)) if layout.model_dtype.itemsize == 4 else 1)
+    return Choice(step), "many rows: weights first, then steps and folds in one launch"
 
 
 def _fit(layout: StateLayout, block_p: int, units: int, num_warps: int, num_stages: int = 1) -> Tile:
@@ -212,6 +215,17 @@ def _fit(layout: StateLayout, block_p: int, units: int, num_warps: int, num_stag
     longer = max(1, geometry.key_dim // 128)
     units = math.gcd(units, geometry.heads * math.ceil(geometry.value_dim / block_p))
     return Tile(block_p, units, num_warps * longer, num_stages if units > 1 else 1)
+
+
+def _ring_registers(layout: StateLayout) -> int:
+    """What a program holds of a ring, in units of 16 rows of 16-bit keys."""
+    return padded_window(layout) // 16 * (layout.model_dtype.itemsize // 2)
+
+
+def _single(layout: StateLayout) -> Tile:
+    """The tile of a single launch, which holds a state and all of the ring's keys: longer ones take more warps."""
+    long = layout.geometry.key_dim > 128
+    return _fit(layout, 16 if long else 32, 1, max(min(4, _ring_registers(layout)), 2 if long else 1))
 
 
 def _drafts(layout: StateLayout, tokens: int) -> Tile:
