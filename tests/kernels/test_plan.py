@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from replayssm import ReplayConfig, flow
 from replayssm.flow.step import settle_flush
 from replayssm.kernels import plan as kernels
 from replayssm.kernels import verify
 from replayssm.kernels.ops import Kernels
+from replayssm.kernels.plan import row_in_turn
 from replayssm.recurrences import Geometry, get
 from replayssm.state.plan import COLUMN, COLUMNS
 from replayssm.state.pool import StatePool
@@ -134,3 +137,24 @@ def same_cursors(theirs: StatePool, ours: StatePool) -> None:
     for name, counter in theirs.cursor.items():
         assert torch.equal(getattr(ours.cursor, name), counter), name
     assert torch.equal(ours.counts, theirs.counts)
+
+
+@triton.jit
+def turns_kernel(plan, plan_row, rows, due, out, SPREAD: tl.constexpr):
+    turn = tl.program_id(0)
+    tl.store(out + turn, row_in_turn(plan, plan_row, turn, rows, due, SPREAD))
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_every_row_has_one_turn_and_those_that_fold_have_theirs_early(spread: bool) -> None:
+    for rows in (1, 2, 7, 8, 9, 24, 33):
+        for due in range(rows + 1):
+            plan = torch.zeros(rows, len(COLUMNS), dtype=torch.int64, device=DEVICE)
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(due)).to(DEVICE)
+            plan[:, COLUMN["order"]] = order
+            out = torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)
+            turns_kernel[(rows,)](plan, plan.stride(0), rows, due, out, spread)
+            assert sorted(out.tolist()) == list(range(rows)), (rows, due)
+            turns = [out.tolist().index(row) for row in order[:due].tolist()]
+            apart = max(1, min(8, rows // max(1, due))) if spread else 1
+            assert turns == [apart * number for number in range(due)], (rows, due)

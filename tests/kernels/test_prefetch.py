@@ -113,6 +113,12 @@ def wrong_due(plan, slots, RING_ROWS: tl.constexpr):
 
 
 @triton.jit
+def wrong_folded(plan, slots, RING_ROWS: tl.constexpr):
+    slot, start, folded, history, empty = guessed_row(plan, slots, RING_ROWS)
+    return slot, start, folded + 1, history, empty
+
+
+@triton.jit
 def wrong_empty(plan, slots, RING_ROWS: tl.constexpr):
     slot, start, folded, history, empty = guessed_row(plan, slots, RING_ROWS)
     return slot, start, folded, history, not empty
@@ -123,7 +129,7 @@ def wrong_turn(order_at, rows):
     return (tl.load(order_at) + 1) % rows
 
 
-GUESSES = (guessed_row, wrong_slot, wrong_start, wrong_records, wrong_due, wrong_empty)
+GUESSES = (guessed_row, wrong_slot, wrong_start, wrong_records, wrong_due, wrong_folded, wrong_empty)
 
 
 RECURRENT = [(name, recurrent, "recurrent", guess) for name in ("mamba2", "gdn", "kda") for guess in GUESSES]

@@ -276,8 +276,9 @@ def in_columns(layout: StateLayout, tokens: int, mode: int) -> bool:
 
     Measured (docs/experiments.md). Columns win where steps of several tokens read codes, where a state's columns do not
     fill wider tiles, and where a single token reads a 16-bit state; fp32 states are best loaded ahead, several units by
-    several warps. Folds are in columns beside copies, of 16-bit states, and of many tokens, which in rows would spill;
-    with decays of channels, and of checkpoints of codes, they are in rows only.
+    several warps. A launch of flushes has columns beside copies, of 16-bit states, and of many tokens, which in rows
+    would spill; a launch of all rows folds in columns wherever it can. With decays of channels, and of checkpoints of
+    codes, folds are in rows only.
     """
     channel, value_dim = layout.recurrence.decay == "channel", layout.geometry.value_dim
     codes, narrow = read_codes(layout) is not None, layout.checkpoint_format.dtype.itemsize == 2

@@ -4,6 +4,7 @@ A launch that starts early (programmatic dependent launch) has to wait for the o
 inputs, or even states. Hints read nothing, so they need not wait: only the plan's row is looked at, whatever it holds
 by then. It is a guess which is right for all layers of a step but the first; where it is wrong, other memory is asked
 for and nothing else happens. `earlier_done` is that wait, for launches that have nothing else to do about it.
+kernels/single.py goes further and reads its pool from such a guess, which it then has to check.
 """
 
 from __future__ import annotations

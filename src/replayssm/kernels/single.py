@@ -105,7 +105,7 @@ def single_kernel(
         to_out, to_answer = q_scale * step, k_scale * step
         if folded > 0:
             held = tl.load(plan + b * plan_row + POSITION) - history
-            fold_unit(
+            fold_due(
                 b, h, g, unit % tiles * BLOCK_P, slot, start, folded, live, empty, held, state + slot * state_slot,
                 keys, writes, ring, key_at, query_at, value, layer_params, y, saturated + slot, seeds, layer, to_out,
                 to_answer, own, rate, ring_row, N, P, RING_ROWS, NP, WP, BLOCK_P, LIMIT, DELTA, SKIP,
@@ -203,7 +203,7 @@ def ring_products(
 
 
 @triton.jit
-def fold_unit(
+def fold_due(
     b, h, g, first, slot, start, folded, live, empty, held, state, keys, writes, ring, key_at, query_at, value,
     layer_params, y, saturated, seeds, layer, to_out, to_answer, own, rate, ring_row,
     N: tl.constexpr, P: tl.constexpr, RING_ROWS: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,

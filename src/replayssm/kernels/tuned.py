@@ -161,10 +161,10 @@ def decide(layout: StateLayout, batch: int, tokens: int, gpu: str | None) -> Dec
     return Decision(choice, in_force, None, f"{rule} ({where}{lacking})")
 
 
-FEW_UNITS = 2048
+RECURRENT_UNITS = 2048
 """Up to this many units of 16 columns (four rows of a large layer) an H200 has less to write than to wait for."""
 
-FEW_ROWS = 4 * FEW_UNITS
+SINGLE_UNITS = 4 * RECURRENT_UNITS
 """Up to this many of them, launches that wait for each other cost it more than weights that many programs compute."""
 
 
@@ -198,11 +198,11 @@ def heuristic(layout: StateLayout, batch: int, tokens: int) -> tuple[Choice, str
         return Choice(step, flush), "several tokens: rows that fold get a launch of their own"
     units = batch * geometry.heads * math.ceil(geometry.value_dim / 16)
     if channel:
-        if units <= FEW_UNITS:
+        if units <= RECURRENT_UNITS:
             return Choice(_fit(layout, 16, 1, 1), form="recurrent"), "few rows: record by record"
         step, flush = _fit(layout, 32, 2, 1), _fit(layout, 32, 8, 4, 3)
         return Choice(step, flush), "many rows: those that fold get a launch of their own"
-    if units <= FEW_ROWS:
+    if units <= SINGLE_UNITS:
         return Choice(_single(layout), form="single"), "few rows: all in one launch"
     step = _fit(layout, 32, 1, min(2, _ring_registers(layout)) if layout.model_dtype.itemsize == 4 else 1)
     return Choice(step), "many rows: weights first, then steps and folds in one launch"
